@@ -1,0 +1,66 @@
+"""What an engine is started with. Frozen, validated at construction, never changed after it."""
+
+import enum
+from pathlib import Path
+
+import msgspec
+
+from kvrelay.common.layout import KvDtype
+
+
+class Role(enum.StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's engine. Sizes in bytes or tokens, times in milliseconds."""
+
+    model: Path
+    device: str = "cpu"
+    dtype: str = "auto"
+    """auto (the checkpoint's), float32, bfloat16 or float16."""
+    kv_dtype: str = "auto"
+    """auto (the dtype of the model) or a `KvDtype`."""
+    block_size: int = 16
+    kv_cache_bytes: int = 512 << 20
+    max_model_len: int | None = None
+    """None: the model's own."""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    """The upper limit of a step's tokens; the budget adapts below it."""
+    max_step_ms: float = 300.0
+    prefix_caching: bool = True
+    threads: int = 0
+    """Of torch on the CPU; 0: all cores of this process."""
+    attention: str = "auto"
+    load_format: str = "auto"
+    """auto (safetensors, else GGUF), safetensors, gguf or dummy (random weights)."""
+    frame_bytes: int = 1 << 20
+    staging_bytes: int = 64 << 20
+    """Of the transfer, each way: what is packed and not yet sent, or arrived and not yet unpacked."""
+    checksums: bool = True
+    on_ticket_expiry: str = "recompute"
+    """recompute or fail."""
+    watermark: float = 0.01
+    """The share of blocks that reservations leave free for running requests."""
+    seed: int = 0
+    test_hooks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_size < 16 or self.block_size % 16:
+            raise ValueError(f"block_size must be a multiple of 16, not {self.block_size}")
+        for name in ("kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens", "frame_bytes", "staging_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.max_step_ms <= 0:
+            raise ValueError("max_step_ms must be positive")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype}")
+        if self.kv_dtype != "auto" and self.kv_dtype not in {d.value for d in KvDtype}:
+            raise ValueError(f"kv_dtype {self.kv_dtype} is unknown")
+        if self.on_ticket_expiry not in ("recompute", "fail"):
+            raise ValueError("on_ticket_expiry must be recompute or fail")
+        if not 0 <= self.watermark < 1:
+            raise ValueError("watermark must be in [0, 1)")

@@ -1,0 +1,229 @@
+"""What passes between a pod's front process (RPC, no torch) and its engine process: msgspec structs, tagged by name.
+
+One message is a 4-byte little-endian length and its MessagePack. Either side refuses a message over MAX_MESSAGE_BYTES.
+"""
+
+import msgspec
+
+from kvrelay.common.ids import Epoch, Fingerprint, PodId, RequestId, RouterId
+from kvrelay.common.layout import KvLayout
+from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs, Ticket
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    pass
+
+
+# Front → engine. `call` numbers an answer that the front waits for.
+
+
+class Submit(Message):
+    """Compute prompt and tokens here. Outputs come as StepOutput."""
+
+    request: EngineRequest
+    router_id: RouterId = RouterId("")
+
+
+class Prefill(Message):
+    """Compute the prompt, sample each choice's first token, push the KV to where the ticket says."""
+
+    request: EngineRequest
+    ticket: Ticket
+
+
+class Reserve(Message):
+    """Answered by Reserved or Failed. Idempotent by (request, attempt)."""
+
+    call: int
+    request: EngineRequest
+    attempt: int
+    router_id: RouterId
+    local_prefill: bool = False
+
+
+class Abort(Message):
+    request_ids: tuple[RequestId, ...]
+
+
+class AbortRouter(Message):
+    """A router is gone: abort what it asked for."""
+
+    router_id: RouterId
+
+
+class Inspect(Message):
+    call: int
+
+
+class SetHold(Message):
+    call: int
+    point: str
+    after_frames: int = 0
+
+
+class Shutdown(Message):
+    pass
+
+
+# Engine → front.
+
+
+class Progress(Message):
+    """While starting: what is being done, and how far it is."""
+
+    what: str
+    done: int
+    total: int
+
+
+class Ready(Message):
+    info: "EngineInfo"
+
+
+class StepOutput(Message):
+    """One engine step's tokens and news, for all requests."""
+
+    deltas: tuple[ChoiceDelta, ...] = ()
+    notices: tuple["Notice", ...] = ()
+    stats: "EngineStats"
+
+
+class Reserved(Message):
+    call: int
+    ticket: Ticket | None
+    num_cached_tokens: int
+
+
+class Done(Message):
+    """The answer to a call that returns nothing."""
+
+    call: int
+
+
+class Inspected(Message):
+    call: int
+    inspection: "Inspection"
+
+
+class Failed(Message):
+    """The answer to a call that failed: a `KvrelayError` by code."""
+
+    call: int
+    code: str
+    message: str
+
+
+# Parts.
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    pod_id: PodId
+    epoch: Epoch
+    model: str
+    fingerprint: Fingerprint
+    layout: KvLayout
+    max_model_len: int
+    num_blocks: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    transport: str
+    attention: str
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The state after a step; counters count from the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_reservations: int = 0
+    num_pushes: int = 0
+    waiting_tokens: int = 0
+    free_blocks: int = 0
+    num_blocks: int = 0
+    credits: int = 0
+    num_steps: int = 0
+    step_ms: float = 0.0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    num_preemptions: int = 0
+    transfer: "TransferCounters"
+
+
+class TransferCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Counted at the calls into the transport; see the proto message of the same name."""
+
+    payload_bytes_sent: int = 0
+    payload_bytes_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    transfers_completed: int = 0
+    transfers_failed: int = 0
+    seconds: float = 0.0
+    payload_bytes_overlapped: int = 0
+
+
+class Inspection(msgspec.Struct, frozen=True, kw_only=True):
+    violations: tuple[str, ...]
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    num_requests: int
+    num_reservations: int
+    num_pushes: int
+    staging_bytes: int
+    num_preemptions: int
+    transfer: TransferCounters
+
+
+class NoticeKind(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class PrefillStarted(NoticeKind):
+    """The first chunk enters a step."""
+
+    num_cached_tokens: int
+
+
+class PromptComputed(NoticeKind):
+    num_cached_tokens: int
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+class PushCompleted(NoticeKind):
+    payload_bytes: int
+    seconds: float
+
+
+class PushFailed(NoticeKind):
+    code: str
+    message: str
+
+
+class TicketRevoked(NoticeKind):
+    pass
+
+
+class RecomputeStarted(NoticeKind):
+    pass
+
+
+class RequestFailed(NoticeKind):
+    """The request is over, with this error."""
+
+    code: str
+    message: str
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: RequestId
+    attempt: int = 0
+    kind: PrefillStarted | PromptComputed | PushCompleted | PushFailed | TicketRevoked | RecomputeStarted | RequestFailed
+
+
+ToEngine = Submit | Prefill | Reserve | Abort | AbortRouter | Inspect | SetHold | Shutdown
+FromEngine = Progress | Ready | StepOutput | Reserved | Done | Inspected | Failed
