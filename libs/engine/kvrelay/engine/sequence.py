@@ -1,0 +1,58 @@
+"""One choice of a request while the engine works on it: its tokens, how far it is computed, and the blocks it holds."""
+
+import dataclasses
+import enum
+import time
+
+from kvrelay.common.ids import BlockId
+from kvrelay.common.request import EngineRequest, FinishReason
+
+
+class State(enum.Enum):
+    WAITING = enum.auto()
+    """In the scheduler's queue; may hold blocks (a prefix hit is pinned only when it is first scheduled)."""
+    RUNNING = enum.auto()
+    """Takes part in steps; holds the blocks of its computed tokens."""
+    RESERVED = enum.auto()
+    """Decode side: holds blocks, which a transfer fills."""
+    PUSHING = enum.auto()
+    """Prefill side: computed; the push owns its blocks until they were packed or the push ended."""
+    FINISHED = enum.auto()
+    """Holds nothing."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` are the prompt's and then the output's. Positions below `num_computed` have their KV in `blocks`.
+
+    A step computes `tokens[num_computed : num_computed + k]`; where that reaches the end of `tokens`, the next token is
+    sampled. The first sequence of a request computes the prompt for all its choices (`num_branches` of them): when the prompt's
+    last token is computed, one token is sampled for each choice, and the others branch off, sharing the prompt's blocks.
+    """
+
+    request: EngineRequest
+    choice: int
+    tokens: list[int]
+    num_prompt: int
+    order: int
+    """Of arrival: ties between equal priorities are broken by it."""
+    num_branches: int = 1
+    state: State = State.WAITING
+    num_computed: int = 0
+    num_cached: int = 0
+    """Prompt tokens that were not computed, when the sequence was first scheduled."""
+    blocks: list[int] = dataclasses.field(default_factory=list)
+    block_ids: list[BlockId] = dataclasses.field(default_factory=list)
+    """Identities of the full spans of 16 of `tokens`, as far as they were needed."""
+    finish_reason: FinishReason | None = None
+    row: int = -1
+    """Its row in the model runner's buffers, given by the runner; -1 where it has none."""
+    deadline: float = dataclasses.field(default_factory=lambda: time.monotonic() + 600.0)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_to_compute(self) -> int:
+        return len(self.tokens) - self.num_computed
