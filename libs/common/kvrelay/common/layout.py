@@ -3,7 +3,6 @@
 import enum
 
 import msgspec
-
 from kvrelay.common.errors import IncompatibleLayout
 from kvrelay.common.ids import Fingerprint
 

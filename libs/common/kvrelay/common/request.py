@@ -4,7 +4,6 @@ import enum
 import math
 
 import msgspec
-
 from kvrelay.common.errors import InvalidRequest
 from kvrelay.common.ids import Epoch, PodId, RequestId
 from kvrelay.common.layout import KvLayout

@@ -4,7 +4,6 @@ import enum
 from pathlib import Path
 
 import msgspec
-
 from kvrelay.common.layout import KvDtype
 
 

@@ -4,7 +4,6 @@ One message is a 4-byte little-endian length and its MessagePack. Either side re
 """
 
 import msgspec
-
 from kvrelay.common.ids import Epoch, Fingerprint, PodId, RequestId, RouterId
 from kvrelay.common.layout import KvLayout
 from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs, Ticket
@@ -19,21 +18,21 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 # Front → engine. `call` numbers an answer that the front waits for.
 
 
-class Submit(Message):
+class Submit(Message, frozen=True, kw_only=True):
     """Compute prompt and tokens here. Outputs come as StepOutput."""
 
     request: EngineRequest
     router_id: RouterId = RouterId("")
 
 
-class Prefill(Message):
+class Prefill(Message, frozen=True, kw_only=True):
     """Compute the prompt, sample each choice's first token, push the KV to where the ticket says."""
 
     request: EngineRequest
     ticket: Ticket
 
 
-class Reserve(Message):
+class Reserve(Message, frozen=True, kw_only=True):
     """Answered by Reserved or Failed. Idempotent by (request, attempt)."""
 
     call: int
@@ -43,34 +42,34 @@ class Reserve(Message):
     local_prefill: bool = False
 
 
-class Abort(Message):
+class Abort(Message, frozen=True, kw_only=True):
     request_ids: tuple[RequestId, ...]
 
 
-class AbortRouter(Message):
+class AbortRouter(Message, frozen=True, kw_only=True):
     """A router is gone: abort what it asked for."""
 
     router_id: RouterId
 
 
-class Inspect(Message):
+class Inspect(Message, frozen=True, kw_only=True):
     call: int
 
 
-class SetHold(Message):
+class SetHold(Message, frozen=True, kw_only=True):
     call: int
     point: str
     after_frames: int = 0
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True, kw_only=True):
     pass
 
 
 # Engine → front.
 
 
-class Progress(Message):
+class Progress(Message, frozen=True, kw_only=True):
     """While starting: what is being done, and how far it is."""
 
     what: str
@@ -78,11 +77,11 @@ class Progress(Message):
     total: int
 
 
-class Ready(Message):
+class Ready(Message, frozen=True, kw_only=True):
     info: "EngineInfo"
 
 
-class StepOutput(Message):
+class StepOutput(Message, frozen=True, kw_only=True):
     """One engine step's tokens and news, for all requests."""
 
     deltas: tuple[ChoiceDelta, ...] = ()
@@ -90,24 +89,24 @@ class StepOutput(Message):
     stats: "EngineStats"
 
 
-class Reserved(Message):
+class Reserved(Message, frozen=True, kw_only=True):
     call: int
     ticket: Ticket | None
     num_cached_tokens: int
 
 
-class Done(Message):
+class Done(Message, frozen=True, kw_only=True):
     """The answer to a call that returns nothing."""
 
     call: int
 
 
-class Inspected(Message):
+class Inspected(Message, frozen=True, kw_only=True):
     call: int
     inspection: "Inspection"
 
 
-class Failed(Message):
+class Failed(Message, frozen=True, kw_only=True):
     """The answer to a call that failed: a `KvrelayError` by code."""
 
     call: int
@@ -183,36 +182,36 @@ class NoticeKind(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
-class PrefillStarted(NoticeKind):
+class PrefillStarted(NoticeKind, frozen=True, kw_only=True):
     """The first chunk enters a step."""
 
     num_cached_tokens: int
 
 
-class PromptComputed(NoticeKind):
+class PromptComputed(NoticeKind, frozen=True, kw_only=True):
     num_cached_tokens: int
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
 
 
-class PushCompleted(NoticeKind):
+class PushCompleted(NoticeKind, frozen=True, kw_only=True):
     payload_bytes: int
     seconds: float
 
 
-class PushFailed(NoticeKind):
+class PushFailed(NoticeKind, frozen=True, kw_only=True):
     code: str
     message: str
 
 
-class TicketRevoked(NoticeKind):
+class TicketRevoked(NoticeKind, frozen=True, kw_only=True):
     pass
 
 
-class RecomputeStarted(NoticeKind):
+class RecomputeStarted(NoticeKind, frozen=True, kw_only=True):
     pass
 
 
-class RequestFailed(NoticeKind):
+class RequestFailed(NoticeKind, frozen=True, kw_only=True):
     """The request is over, with this error."""
 
     code: str
@@ -222,7 +221,9 @@ class RequestFailed(NoticeKind):
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId
     attempt: int = 0
-    kind: PrefillStarted | PromptComputed | PushCompleted | PushFailed | TicketRevoked | RecomputeStarted | RequestFailed
+    kind: (
+        PrefillStarted | PromptComputed | PushCompleted | PushFailed | TicketRevoked | RecomputeStarted | RequestFailed
+    )
 
 
 ToEngine = Submit | Prefill | Reserve | Abort | AbortRouter | Inspect | SetHold | Shutdown
