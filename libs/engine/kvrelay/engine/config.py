@@ -45,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     watermark: float = 0.01
     """The share of blocks that reservations leave free for running requests."""
     seed: int = 0
+    ticket_timeout_ms: int = 30_000
+    """How long a reservation waits to be filled, if its request's deadline is not sooner."""
     test_hooks: bool = False
 
     def __post_init__(self) -> None:
@@ -63,3 +65,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("on_ticket_expiry must be recompute or fail")
         if not 0 <= self.watermark < 1:
             raise ValueError("watermark must be in [0, 1)")
+
+    def to_wire(self) -> dict[str, str | int | float | bool | None]:
+        """For another process; `from_wire` is its inverse."""
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {**values, "model": str(self.model)}
+
+    @classmethod
+    def from_wire(cls, values: dict[str, str | int | float | bool | None]) -> "EngineConfig":
+        """Raises msgspec.ValidationError or ValueError where an option is unknown, of a wrong type or out of range."""
+        if unknown := values.keys() - set(cls.__struct_fields__):
+            raise ValueError(f"unknown options: {', '.join(sorted(unknown))}")
+        return msgspec.convert(values, cls, dec_hook=_path)
+
+
+def _path(kind: type, value: object) -> Path:
+    if kind is not Path or not isinstance(value, str):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return Path(value)

@@ -18,6 +18,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 # Front → engine. `call` numbers an answer that the front waits for.
 
 
+class Start(Message, frozen=True, kw_only=True):
+    """First. `config` is `EngineConfig.to_wire()`."""
+
+    config: dict[str, str | int | float | bool | None]
+    pod_id: PodId
+
+
 class Submit(Message, frozen=True, kw_only=True):
     """Compute prompt and tokens here. Outputs come as StepOutput."""
 
@@ -226,5 +233,5 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     )
 
 
-ToEngine = Submit | Prefill | Reserve | Abort | AbortRouter | Inspect | SetHold | Shutdown
+ToEngine = Start | Submit | Prefill | Reserve | Abort | AbortRouter | Inspect | SetHold | Shutdown
 FromEngine = Progress | Ready | StepOutput | Reserved | Done | Inspected | Failed
