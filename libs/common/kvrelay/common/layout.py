@@ -3,6 +3,7 @@
 import enum
 
 import msgspec
+
 from kvrelay.common.errors import IncompatibleLayout
 from kvrelay.common.ids import Fingerprint
 

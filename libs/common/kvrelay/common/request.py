@@ -4,6 +4,7 @@ import enum
 import math
 
 import msgspec
+
 from kvrelay.common.errors import InvalidRequest
 from kvrelay.common.ids import Epoch, PodId, RequestId
 from kvrelay.common.layout import KvLayout

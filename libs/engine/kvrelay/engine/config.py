@@ -4,6 +4,7 @@ import enum
 from pathlib import Path
 
 import msgspec
+
 from kvrelay.common.layout import KvDtype
 
 

@@ -4,6 +4,7 @@ One message is a 4-byte little-endian length and its MessagePack. Either side re
 """
 
 import msgspec
+
 from kvrelay.common.ids import Epoch, Fingerprint, PodId, RequestId, RouterId
 from kvrelay.common.layout import KvLayout
 from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs, Ticket
