@@ -2,8 +2,8 @@
 
 A row's weights are exp((logit - largest) / temperature), so the most likely token has weight 1. Truncation sets weights to
 zero, by a threshold: equal weights stay or go together, whatever else is in the batch. The token is the first one, in the
-order of the vocabulary, at which the running sum passes uniform × total; sums are in float64, so that slightly different
-logits seldom give another token.
+order of the vocabulary, at which the running sum passes uniform × total: slightly different logits seldom give another
+token. Spans of weights are summed in float32, everything over them in float64.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import torch
 
 _SPAN = 256
 """Weights that are summed together before the search goes into one span."""
-_NUCLEUS = 256
+_NUCLEUS = (256, 4096)
 """Most likely tokens that are looked at for top-p before a row is sorted whole."""
 _SMALLEST_TEMPERATURE = 1e-30
 """Of float32: below it the division would overflow even for neighbouring logits; the draw is greedy long before."""
@@ -33,10 +33,11 @@ def draw(logits: torch.Tensor, largest: torch.Tensor, cut: Truncation, uniforms:
     limited = [row for row, k in enumerate(cut.top_k) if k > 0]
     nucleus = [row for row, p in enumerate(cut.top_p) if p < 1.0]
     weights = logits.sub_(largest.unsqueeze(1))
-    if limited:
-        _keep_top_k(weights, limited, [cut.top_k[row] for row in limited])
+    dropped = _beyond_top_k(weights, limited, [cut.top_k[row] for row in limited]) if limited else None
     temperature = _column([max(t, _SMALLEST_TEMPERATURE) for t in cut.temperature], weights)
     weights.div_(temperature).exp_()
+    if dropped is not None:
+        weights.masked_fill_(dropped, 0.0)
     if any(cut.min_p):
         weights.masked_fill_(weights < _column(cut.min_p, weights), 0.0)
     if nucleus:
@@ -48,28 +49,26 @@ def _column(values: list[float], like: torch.Tensor, dtype: torch.dtype | None =
     return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).unsqueeze(1)
 
 
-def _keep_top_k(logits: torch.Tensor, rows: list[int], counts: list[int]) -> None:
-    """Sets to -inf what is less than the k-th largest, in the named rows of `logits` [R, V], in place."""
+def _beyond_top_k(logits: torch.Tensor, rows: list[int], counts: list[int]) -> torch.Tensor:
+    """True where one of the named rows of `logits` [R, V] is less than its k-th largest: [R, V]."""
     counts = [min(count, logits.shape[1]) for count in counts]
     best = _rows(logits, rows).topk(max(counts), dim=1).values
-    last = best.gather(1, _column([count - 1 for count in counts], best, torch.int64))
     floor = torch.full((len(logits), 1), -torch.inf, dtype=logits.dtype, device=logits.device)
-    floor[rows] = last
-    logits.masked_fill_(logits < floor, -torch.inf)
+    floor[rows] = best.gather(1, _column([count - 1 for count in counts], best, torch.int64))
+    return logits < floor
 
 
 def _keep_top_p(weights: torch.Tensor, rows: list[int], masses: list[float]) -> None:
     """Sets to zero what comes after the most likely tokens that together reach `masses`, in place."""
-    chosen = _rows(weights, rows)
-    wanted = _column(masses, weights, torch.float64) * _span_sums(chosen).sum(1, keepdim=True)
-    best = chosen.topk(min(_NUCLEUS, weights.shape[1]), dim=1).values
+    left = torch.tensor(rows, device=weights.device)
+    wanted = _column(masses, weights, torch.float64) * _span_sums(_rows(weights, rows)).sum(1, keepdim=True)
     floor = torch.zeros((len(weights), 1), dtype=weights.dtype, device=weights.device)
-    last, reached = _nucleus_floor(best, wanted)
-    short = (~reached).nonzero().squeeze(1)
-    if len(short):
-        whole = chosen[short].sort(dim=1, descending=True).values
-        last[short] = _nucleus_floor(whole, wanted[short])[0]
-    floor[rows] = last
+    for width in (*_NUCLEUS, weights.shape[1]):
+        best = weights[left].topk(min(width, weights.shape[1]), dim=1).values
+        floor[left], reached = _nucleus_floor(best, wanted)
+        left, wanted = left[~reached], wanted[~reached]
+        if not len(left):
+            break
     weights.masked_fill_(weights < floor, 0.0)
 
 
@@ -90,10 +89,10 @@ def _span_sums(weights: torch.Tensor) -> torch.Tensor:
     """[R, V] → [R, ceil(V / span)] in float64."""
     whole = weights.shape[1] // _SPAN * _SPAN
     spans = weights[:, :whole].view(len(weights), whole // _SPAN, _SPAN)
-    sums = spans.sum(2, dtype=torch.float64)
+    sums = spans.sum(2).double()
     if whole == weights.shape[1]:
         return sums
-    rest = weights[:, whole:].sum(1, keepdim=True, dtype=torch.float64)
+    rest = weights[:, whole:].sum(1, keepdim=True).double()
     return torch.cat((sums, rest), dim=1)
 
 
