@@ -1,29 +1,91 @@
 # Everything that a developer or a user runs, by name. `make help` lists it.
 SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+MODEL := var/models/smollm2/.complete
+TORCH ?= torch==2.13.0
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 ROOTS := services libs kernels
+GENERATED := libs/common/kvrelay/v1
 ARGS ?=
+PROMPT ?=
+# As typed, with nothing in it expanded by make or by the shell.
+export DEMO_PROMPT := $(value PROMPT)
+unexport PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo up down test test-fast lint type proto proto-check bench soak clean
+.PHONY: help setup model demo up down status test test-fast e2e soak lint format type proto proto-check bench clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml requirements.lock
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable '.[dev]'
+	@echo "setting up $(VENV): some minutes, once"
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --progress-bar on '$(TORCH)'
+	$(PIP) install --progress-bar on --constraint requirements.lock --editable '.[dev]'
 	@touch $@
 
-setup: $(STAMP) model ## the environment and the bundled model
-
-model: $(STAMP)
+$(MODEL): | $(STAMP)
 	@$(BIN)/kvrelay model
 
+setup: $(STAMP) $(MODEL) ## the environment in .venv and the bundled model; quick when done
+
+model: $(STAMP) ## the bundled model alone
+	@$(BIN)/kvrelay model
+
+demo: setup ## start a stack, ask a question (PROMPT=...), show what happened, stop
+	@$(BIN)/kvrelay demo --prompt "$$DEMO_PROMPT" $(ARGS)
+
+up: setup ## start the local stack and leave it running (ARGS="--prefill 2 --decode 2")
+	@$(BIN)/kvrelay up $(ARGS)
+
+down: ## end what `make up` started
+	@[ ! -x $(BIN)/kvrelay ] || $(BIN)/kvrelay down
+
+status: ## pods, what they hold, bytes pushed
+	@$(BIN)/kvrelay status
+
+test: setup lint proto-check ## everything: lint, types, wire, all tests
+	$(BIN)/python -m pytest -m 'not soak' $(ARGS)
+
+test-fast: setup ## without whole stacks of real processes
+	$(BIN)/python -m pytest -m 'not e2e and not soak' $(ARGS)
+
+e2e: setup ## whole stacks of real processes alone
+	$(BIN)/python -m pytest -m 'e2e and not soak' $(ARGS)
+
+soak: setup ## the full counts of what `test` samples; long
+	$(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)
+
+lint: $(STAMP) type ## style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## what lint would complain of, put right where that is mechanical
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: $(STAMP) ## mypy, strict
+	$(BIN)/mypy $(ROOTS)
+
+# $(1): where the code goes.
+protoc = PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) \
+  --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) proto/kvrelay/v1/*.proto
+
 proto: $(STAMP) ## generate the wire's Python code
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=libs/common \
-	  --grpc_python_out=libs/common --mypy_out=quiet:libs/common --mypy_grpc_out=quiet:libs/common proto/kvrelay/v1/*.proto
+	$(call protoc,libs/common)
+
+proto-check: $(STAMP) ## is the generated code that of the protos?
+	@scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; $(call protoc,"$$scratch"); \
+	for file in "$$scratch"/kvrelay/v1/*; do diff -u "$(GENERATED)/$$(basename "$$file")" "$$file" \
+	  || { echo "run make proto and commit"; exit 1; }; done; echo "the generated code is current"
+
+bench: setup ## against the offline engine and transformers (ARGS="--clients 8 --dtype bfloat16")
+	$(BIN)/python -m benchmarks.serve $(ARGS)
+
+clean: down ## the environment, the model, logs and caches
+	rm -rf $(VENV) var .mypy_cache .ruff_cache .pytest_cache .coverage

