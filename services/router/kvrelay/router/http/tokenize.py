@@ -1,0 +1,68 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shape."""
+
+from typing import Generic, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from kvrelay.common.errors import InvalidRequest
+from kvrelay.router.front import FrontSettings
+from kvrelay.router.http.asgi import read_body, send_json
+from kvrelay.router.http.chat import to_chat
+from kvrelay.router.http.parse import parse
+from kvrelay.router.http.schemas import DetokenizeBody, TokenizeBody
+from kvrelay.router.job import Chat, Inference
+
+B = TypeVar("B")
+
+
+class _Endpoint(Generic[B]):
+    schema: type[B]
+
+    def __init__(self, router: Inference, settings: FrontSettings) -> None:
+        self.router = router
+        self._limit = settings.max_body_bytes
+        self._decoder = msgspec.json.Decoder(self.schema)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = parse(await read_body(scope, receive, self._limit), self._decoder)
+        await send_json(send, await self.answer(body))
+
+    async def answer(self, body: B) -> dict[str, object]:
+        raise NotImplementedError
+
+
+class Tokenize(_Endpoint[TokenizeBody]):
+    schema = TokenizeBody
+
+    async def answer(self, body: TokenizeBody) -> dict[str, object]:
+        model = self.router.model_info(body.model or "")
+        tokens = await self.router.tokenize(model.name, _prompt(body), add_special_tokens=body.add_special_tokens)
+        shape: dict[str, object] = {
+            "count": len(tokens),
+            "max_model_len": model.max_model_len,
+            "tokens": tokens,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            shape["token_strs"] = [await self.router.detokenize(model.name, (token,)) for token in tokens]
+        return shape
+
+
+class Detokenize(_Endpoint[DetokenizeBody]):
+    schema = DetokenizeBody
+
+    async def answer(self, body: DetokenizeBody) -> dict[str, object]:
+        model = self.router.model_info(body.model or "")
+        return {"prompt": await self.router.detokenize(model.name, tuple(body.tokens))}
+
+
+def _prompt(body: TokenizeBody) -> str | Chat:
+    """Raises InvalidRequest unless the body has exactly one of the two."""
+    if body.messages is not None and body.prompt is not None:
+        raise InvalidRequest("Give either 'prompt' or 'messages', not both.", "prompt")
+    if body.messages is not None:
+        return to_chat(body.messages, body.add_generation_prompt)
+    if body.prompt is None:
+        raise InvalidRequest("Missing required parameter: 'prompt'.", "prompt")
+    return body.prompt
