@@ -82,12 +82,16 @@ class Process:
 
 
 def launch(name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
-    """Starts `command`, detached, its output appended to `log`. Raises OSError."""
+    """Starts `command`, detached, its output appended to `log`. Raises OSError.
+
+    KVRELAY_* variables of this process are not inherited: services refuse each other's, and the command line says it all.
+    """
     launch_id = secrets.token_hex(16)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
     with log.open("ab") as output:
         child = subprocess.Popen(
             command,
-            env={**os.environ, **env, LAUNCH_VARIABLE: launch_id},
+            env={**inherited, **env, LAUNCH_VARIABLE: launch_id},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
