@@ -1,0 +1,102 @@
+"""From records to figures, a table, and JSON."""
+
+import importlib.metadata
+import math
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from benchmarks.workload import Measured
+
+PACKAGES = ("torch", "transformers", "ucxx-cu12", "numpy")
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one run. Milliseconds; None for what a subject cannot show."""
+
+    output_tokens_per_second: float
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    itl_p50_ms: float | None
+    itl_p99_ms: float | None
+    seconds: float
+    requests: int
+
+
+def figures(measured: Measured) -> Figures:
+    gaps = [1000 * gap for record in measured.records for gap in record.gaps]
+    ttfts = [1000 * record.ttft for record in measured.records] if gaps else []
+    return Figures(
+        output_tokens_per_second=sum(record.tokens for record in measured.records) / measured.seconds,
+        ttft_p50_ms=percentile(ttfts, 0.5),
+        ttft_p99_ms=percentile(ttfts, 0.99),
+        itl_p50_ms=percentile(gaps, 0.5),
+        itl_p99_ms=percentile(gaps, 0.99),
+        seconds=measured.seconds,
+        requests=len(measured.records),
+    )
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The nearest rank; None of nothing."""
+    if not values:
+        return None
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def median(runs: Sequence[Figures]) -> Figures:
+    """Each figure's median over the runs."""
+    merged = {
+        name: _median([value for run in runs if (value := getattr(run, name)) is not None])
+        for name in Figures.__struct_fields__
+        if name != "requests"
+    }
+    return msgspec.convert({**merged, "requests": runs[0].requests}, Figures)
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def table(runs: Mapping[str, Sequence[Figures]], base: str) -> Table:
+    """One row a subject; throughput as a ratio to `base`'s, the medians of the rounds."""
+    shown = Table(title=f"medians of the rounds, milliseconds; ratio to {base}")
+    for heading in ("subject", "tok/s", "ratio", "TTFT p50", "p99", "ITL p50", "p99", "tok/s by round"):
+        shown.add_column(heading, no_wrap=True)
+    reference = median(runs[base]).output_tokens_per_second
+    for name, each in runs.items():
+        m = median(each)
+        rounds = " ".join(f"{run.output_tokens_per_second:.0f}" for run in each)
+        speed = m.output_tokens_per_second
+        times = (m.ttft_p50_ms, m.ttft_p99_ms, m.itl_p50_ms, m.itl_p99_ms)
+        shown.add_row(name, f"{speed:.1f}", f"{speed / reference:.2f}", *map(_ms, times), rounds)
+    return shown
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def machine() -> dict[str, object]:
+    return {
+        "cpu": _cpu(Path("/proc/cpuinfo").read_text().splitlines()),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def _cpu(lines: Iterable[str]) -> str:
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
