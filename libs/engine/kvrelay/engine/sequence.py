@@ -48,6 +48,15 @@ class Sequence:
     row: int = -1
     """Its row in the model runner's buffers, given by the runner; -1 where it has none."""
     deadline: float = dataclasses.field(default_factory=lambda: time.monotonic() + 600.0)
+    started: bool = False
+    """Was part of a step."""
+    whole: bool = False
+    """Prefill side: takes the blocks of its whole prompt at once and is never preempted, since a push reads them."""
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """The lowest runs first and is preempted last."""
+        return self.request.priority, self.order, self.choice
 
     @property
     def num_output(self) -> int:

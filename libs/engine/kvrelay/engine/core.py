@@ -1,0 +1,367 @@
+"""The engine: one step after another over all requests, whatever part they are for.
+
+    step = schedule ──▶ run ──▶ update            run touches the runner only and may happen on another thread;
+                                                  all else, and every other call, is for the one thread that owns the engine
+
+Between `schedule` and `update` any other call may come. What the step in flight works on keeps its blocks until `update`.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, NoCapacity, TransferFailed
+from kvrelay.common.ids import Fingerprint, RequestId
+from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs
+from kvrelay.engine.batch import Batch, LayerHook, Sample, StepResult
+from kvrelay.engine.budget import StepBudget
+from kvrelay.engine.check import violations
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.entry import Entry, Limits, delivered
+from kvrelay.engine.ledger import Ledger, NoTransfer, StepUpdate, TransferPort
+from kvrelay.engine.manager import KvManager
+from kvrelay.engine.messages import EngineStats, Inspection, PrefillStarted, PromptComputed, TransferCounters
+from kvrelay.engine.pool import CacheListener
+from kvrelay.engine.reserve import Admission, Reservation
+from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.sequence import Sequence, State
+
+__all__ = ["Engine", "Reservation", "Runner", "StepUpdate", "TransferPort"]
+
+_CHUNK = 16
+_CPU_START = 256
+"""Tokens of the first steps on a CPU, before their cost is known."""
+
+
+class Runner(Protocol):
+    def execute(self, batch: Batch, on_layer: LayerHook) -> StepResult: ...
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence is in no step any more, or not before it is computed anew. Never called during `execute`."""
+        ...
+
+
+def no_hook(layer: int) -> None:
+    pass
+
+
+class Engine:
+    """One rank's requests, blocks and steps. `num_blocks`, `max_model_len` (tokens) and the eos ids are the model's."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        fingerprint: Fingerprint,
+        listener: CacheListener | None = None,
+    ) -> None:
+        self.config = config
+        self.runner = runner
+        # A sequence that could outgrow the pool would preempt itself for ever: the pool bounds the length as well.
+        self.limits = Limits(min(max_model_len, num_blocks * config.block_size), frozenset(eos_token_ids))
+        self.manager = KvManager(
+            num_blocks, config.block_size, fingerprint, prefix_caching=config.prefix_caching, listener=listener
+        )
+        self.budget = StepBudget(
+            max_step_ms=config.max_step_ms,
+            max_tokens=config.max_num_batched_tokens,
+            floor=config.max_num_seqs + _CHUNK,
+            start=_CPU_START if config.device == "cpu" else config.max_num_batched_tokens,
+        )
+        self.scheduler = Scheduler(
+            self.manager,
+            self.budget,
+            max_num_seqs=config.max_num_seqs,
+            watermark=-int(-config.watermark * num_blocks // 1),
+            reclaim=lambda: self._admission.revoke_newest(),
+        )
+        self._ledger = Ledger(self.manager, self.scheduler, self.limits, NoTransfer())
+        self._admission = Admission(self._ledger, self.manager, self.scheduler, self.limits)
+        self._steps = 0
+        self._step_ms = 0.0
+        self._prompt_tokens = self._computed_tokens = self._cached_tokens = self._generated_tokens = 0
+
+    def connect(self, port: TransferPort) -> None:
+        """Who is told at once when the transfer loses blocks. Before the first request."""
+        self._ledger.port = port
+
+    # Requests. Each raises InvalidRequest, naming the field, for what can never be served.
+
+    def add(self, request: EngineRequest) -> None:
+        """Computes prompt and tokens here."""
+        entry = self._ledger.open(request)
+        self._ledger.launch(entry, entry.sequence(0, ()))
+
+    def prefill(self, request: EngineRequest) -> Sequence:
+        """Computes the prompt and one token a choice. The blocks are held, also after an abort, until `push_done`.
+
+        A push may read `blocks` of the returned sequence (one list for its life) below the positions computed. Resumed
+        choices repeat their first token. Raises NoCapacity while a push of the same request's former attempt goes on.
+        """
+        if request.request_id in self._ledger.ending:
+            raise NoCapacity(f"the push of a former attempt of {request.request_id} has not ended")
+        entry = self._ledger.open(request)
+        seq = entry.sequence(0, (), request.sampling.n)
+        seq.whole = entry.pushing = True
+        entry.sequences.append(seq)
+        self._ledger.enter(entry)
+        self.scheduler.add(seq)
+        return seq
+
+    def push_done(self, request_id: RequestId) -> None:
+        """The push has packed all blocks, failed, or was aborted: the blocks are free. Ends the request if it computes yet."""
+        self._ledger.push_done(request_id)
+
+    def reserve(self, request: EngineRequest, attempt: int) -> Reservation:
+        """Admits a request whose KV a transfer brings. The same attempt gets the same answer; a higher one voids the lower.
+
+        Raises NoCapacity, and StaleEpoch for an attempt that is over or that runs already.
+        """
+        return self._admission.reserve(request, attempt)
+
+    def reserve_local(self, request: EngineRequest, attempt: int) -> int:
+        """Admits a request to be computed here, soon: the number of prompt tokens found. Raises as `reserve` does."""
+        return self._admission.reserve_local(request, attempt)
+
+    def attach(self, request_id: RequestId, generation: int, first: Iterable[ChoiceDelta]) -> None:
+        """The transfer has filled the reservation: its choices run on from their first tokens, which are said again.
+
+        Raises StaleEpoch for another generation, TransferFailed where a choice has no first token (nothing changes then).
+        """
+        self._admission.attach(request_id, generation, first)
+
+    def recompute(self, request_id: RequestId) -> None:
+        """Gives up on the transfer: the prompt is computed here, after the pinned prefix. Raises StaleEpoch if it is over."""
+        self._admission.recompute(request_id)
+
+    def expire_reservation(self, request_id: RequestId) -> None:
+        """The ticket's deadline has passed: recomputes or fails, as configured."""
+        if self.config.on_ticket_expiry == "recompute":
+            self.recompute(request_id)
+        else:
+            self.fail(request_id, TransferFailed("the KV did not arrive before the ticket's deadline"))
+
+    def revoke(self, request_id: RequestId) -> None:
+        """Takes a reservation back. Raises StaleEpoch if it is over."""
+        self._admission.revoke(request_id)
+
+    def abort(self, request_ids: Iterable[RequestId]) -> None:
+        """Ends requests in any state, without a word. Unknown ids are ignored."""
+        for request_id in request_ids:
+            if (entry := self._ledger.entries.get(request_id)) is not None:
+                self._ledger.retire(entry)
+
+    def fail(self, request_id: RequestId, error: KvrelayError) -> None:
+        """Ends a request in any state, with a RequestFailed. Unknown ids are ignored."""
+        if (entry := self._ledger.entries.get(request_id)) is not None:
+            self._ledger.fail(entry, error)
+
+    def expire(self, now: float) -> None:
+        """Fails what is overdue at `now`, on the monotonic clock."""
+        for entry in [entry for entry in self._ledger.entries.values() if entry.deadline <= now]:
+            self._ledger.fail(entry, DeadlineExceeded(f"the deadline of {entry.request.request_id} has passed"))
+
+    def next_deadline(self) -> float | None:
+        return min((entry.deadline for entry in self._ledger.entries.values()), default=None)
+
+    # The step.
+
+    def step(self) -> StepUpdate:
+        batch = self.schedule()
+        if batch is None:
+            return self.drain()
+        return self.update(batch, self.run(batch))
+
+    @property
+    def has_work(self) -> bool:
+        """Something runs or waits. `schedule` may still find that it has to wait for a push or a transfer."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def schedule(self) -> Batch | None:
+        """The next step; None where nothing can run before another call frees or adds something. `drain` has the news."""
+        assert not self._ledger.flight, "one step is in flight at a time"
+        batch = self.scheduler.schedule(self._steps)
+        self._forget()
+        if batch is None:
+            return None
+        self._ledger.flight = {part.seq for part in batch.parts}
+        for part in batch.parts:
+            self._announce(part.seq)
+        return batch
+
+    def run(self, batch: Batch, on_layer: LayerHook = no_hook) -> StepResult:
+        return self.runner.execute(batch, on_layer)
+
+    def update(self, batch: Batch, result: StepResult) -> StepUpdate:
+        """Takes in what the step has computed. Choices end, branch, or go on; what was ended meanwhile is freed."""
+        self._count(batch, result)
+        sampled = {part.seq for part in batch.parts if part.samples}
+        for part in batch.parts:
+            self.manager.commit(part.seq, part.end)
+            if part.seq in result.prompt_logprobs:
+                self._collect(part.seq, part.start, result.prompt_logprobs[part.seq])
+        self.manager.end_step()
+        self._ledger.end_step()
+        drawn: dict[Sequence, list[Sample]] = {seq: [] for seq in sampled if seq.state is State.RUNNING}
+        for sample in result.samples:
+            if sample.seq in drawn:
+                drawn[sample.seq].append(sample)
+        for part in batch.parts:
+            if part.seq in drawn:
+                self._advance(part.seq, drawn[part.seq])
+        self._forget()
+        return self.drain()
+
+    def drain(self) -> StepUpdate:
+        """What was said since the last update, if anything."""
+        return self._ledger.drain()
+
+    def _announce(self, seq: Sequence) -> None:
+        entry = self._ledger.entries[seq.request.request_id]
+        if entry.announced:
+            return
+        entry.announced = True
+        self._prompt_tokens += seq.num_prompt
+        self._cached_tokens += seq.num_cached
+        if entry.pushing:
+            self._ledger.note(entry, PrefillStarted(num_cached_tokens=seq.num_cached))
+
+    def _collect(self, seq: Sequence, start: int, logprobs: list[PositionLogprobs]) -> None:
+        entry = self._ledger.entries.get(seq.request.request_id)
+        if entry is not None and seq in entry.sequences[:1] and not entry.prompt_computed:
+            entry.collect(start, logprobs)
+
+    def _advance(self, seq: Sequence, samples: list[Sample]) -> None:
+        """The tokens drawn for a sequence: one, or one a choice where its prompt is complete and the choices part."""
+        entry = self._ledger.entries.get(seq.request.request_id)
+        if entry is None or seq.state is not State.RUNNING:
+            return  # another choice of the request has failed it a moment ago
+        if len(samples) != seq.num_branches:
+            self._ledger.fail(entry, Internal("the model gave no usable logits"))
+            return
+        if not entry.prompt_computed and seq is entry.lead:
+            entry.prompt_computed = True
+            self._ledger.note(
+                entry,
+                PromptComputed(num_cached_tokens=seq.num_cached, prompt_logprobs=entry.whole_prompt_logprobs()),
+            )
+        if seq.whole:
+            self._hold_for_push(entry, seq, samples)
+            return
+        for chosen, sample in zip(self._branches(entry, seq, samples), samples, strict=True):
+            self._append(entry, chosen, sample)
+
+    def _branches(self, entry: Entry, seq: Sequence, samples: list[Sample]) -> list[Sequence]:
+        branches = [seq]
+        for sample in samples[1:]:
+            branch = entry.sequence(sample.choice, ())
+            branch.num_cached, branch.started = seq.num_cached, True
+            self.manager.fork(seq, branch)
+            entry.sequences.append(branch)
+            self.scheduler.start(branch)
+            branches.append(branch)
+        seq.num_branches = 1
+        return branches
+
+    def _append(self, entry: Entry, seq: Sequence, sample: Sample) -> None:
+        delta = self._delta(seq, sample)
+        self._ledger.say(delta)
+        if delta.finish_reason is not None:
+            self._ledger.finish(entry, seq, delta.finish_reason)
+
+    def _delta(self, seq: Sequence, sample: Sample) -> ChoiceDelta:
+        seq.tokens.append(sample.token)
+        self._generated_tokens += 1
+        reason, stop = self.limits.ending(seq)
+        return ChoiceDelta(
+            request_id=seq.request.request_id,
+            choice=sample.choice,
+            index=seq.num_output - 1,
+            token_ids=(sample.token,),
+            logprobs=() if sample.logprobs is None else (sample.logprobs,),
+            finish_reason=reason,
+            stop_token_id=stop,
+        )
+
+    def _hold_for_push(self, entry: Entry, seq: Sequence, samples: list[Sample]) -> None:
+        self.scheduler.remove(seq)
+        seq.state = State.PUSHING
+        rest = delivered(entry.request)
+        for sample in samples:
+            if forced := rest.get(sample.choice, ()):
+                sample = Sample(seq, sample.choice, forced[0])
+                self._ledger.say(
+                    ChoiceDelta(
+                        request_id=entry.request.request_id, choice=sample.choice, index=0, token_ids=forced[:1]
+                    )
+                )
+            elif sample.choice in rest:
+                self._ledger.say(self._delta(entry.sequence(sample.choice, ()), sample))
+
+    def _count(self, batch: Batch, result: StepResult) -> None:
+        self._steps += 1
+        self._step_ms = result.seconds * 1000.0
+        self._computed_tokens += batch.num_tokens
+        self.budget.observe(batch.num_tokens, result.seconds)
+
+    def _forget(self) -> None:
+        """The runner's rows of who has left. Only between steps: the runner's thread works on its rows during one."""
+        dropped, self.scheduler.dropped = self.scheduler.dropped, []
+        for seq in dropped:
+            if seq.row >= 0 and seq.state is not State.RUNNING:
+                self.runner.forget(seq)
+
+    # Views.
+
+    def stats(self, transfer: TransferCounters | None = None) -> EngineStats:
+        waiting_tokens = sum(seq.num_to_compute for seq in self.scheduler.waiting)
+        waiting_tokens += sum(seq.num_to_compute for seq in self.scheduler.running if seq.num_to_compute > 1)
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_reservations=self._num_reservations,
+            num_pushes=self._num_pushes,
+            waiting_tokens=waiting_tokens,
+            free_blocks=self.manager.num_free,
+            num_blocks=self.manager.pool.num_blocks,
+            credits=self._credits(waiting_tokens),
+            num_steps=self._steps,
+            step_ms=self._step_ms,
+            prompt_tokens=self._prompt_tokens,
+            computed_tokens=self._computed_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            num_preemptions=self.scheduler.num_preemptions,
+            transfer=transfer or TransferCounters(),
+        )
+
+    def _credits(self, waiting_tokens: int) -> int:
+        """Requests that would start within about two steps: none while as much is queued."""
+        busy = waiting_tokens >= 2 * self.budget.num_tokens or self.scheduler.spare_blocks <= 0
+        return 0 if busy else self.scheduler.seats
+
+    @property
+    def _num_reservations(self) -> int:
+        return sum(entry.is_reservation for entry in self._ledger.entries.values())
+
+    @property
+    def _num_pushes(self) -> int:
+        return sum(entry.pushing for entry in self._ledger.entries.values()) + len(self._ledger.ending)
+
+    def inspect(self, transfer: TransferCounters | None = None, staging_bytes: int = 0) -> Inspection:
+        """Checks the invariants and counts what is held."""
+        return Inspection(
+            violations=tuple(violations(self.manager, self.scheduler, self._ledger)),
+            num_blocks=self.manager.pool.num_blocks,
+            free_blocks=self.manager.num_free,
+            cached_blocks=len(self.manager.pool.cached),
+            num_requests=len(self._ledger.entries) + len(self._ledger.ending),
+            num_reservations=self._num_reservations,
+            num_pushes=self._num_pushes,
+            staging_bytes=staging_bytes,
+            num_preemptions=self.scheduler.num_preemptions,
+            transfer=transfer or TransferCounters(),
+        )

@@ -1,0 +1,178 @@
+"""Who computes how many tokens in the next step. There are no phases: a sequence is behind its tokens by one, or by more."""
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+from kvrelay.engine.batch import Batch, Scheduled
+from kvrelay.engine.budget import StepBudget
+from kvrelay.engine.manager import KvManager
+from kvrelay.engine.sequence import Sequence, State
+
+rank = attrgetter("rank")
+
+
+class _Step:
+    """The step being built: what is left of its token budget, and who is in it. Who is in it is not preempted."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.left = num_tokens
+        self.parts: list[Scheduled] = []
+        self.members: set[Sequence] = set()
+        self.preempted = False
+
+    def add(self, seq: Sequence, count: int) -> None:
+        self.parts.append(Scheduled(seq, seq.num_computed, count))
+        self.members.add(seq)
+        self.left -= count
+
+    def batch(self, number: int, copies: list[tuple[int, int]]) -> Batch:
+        return Batch(number, sorted(self.parts, key=lambda part: part.num_tokens > 1), copies)
+
+
+class Scheduler:
+    """Owns the queue of waiting sequences, best rank first, and the set of running ones, at most `max_num_seqs`.
+
+    `reclaim` takes back one reservation that no transfer has filled, if there is one, and says whether it did.
+    """
+
+    def __init__(
+        self, manager: KvManager, budget: StepBudget, *, max_num_seqs: int, watermark: int, reclaim: Callable[[], bool]
+    ) -> None:
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.dropped: list[Sequence] = []
+        """No longer running: the runner may forget them."""
+        self.num_preemptions = 0
+        self._manager = manager
+        self._budget = budget
+        self._max_num_seqs = max_num_seqs
+        self._watermark = watermark
+        self._reclaim = reclaim
+
+    def add(self, seq: Sequence) -> None:
+        """Into the queue, at its rank. It may hold blocks already."""
+        seq.state = State.WAITING
+        insort(self.waiting, seq, key=rank)
+
+    def start(self, seq: Sequence) -> None:
+        """A branch of a running sequence: runs at once where there is a place, else waits with its blocks."""
+        if len(self.running) < self._max_num_seqs:
+            self._run(seq)
+        else:
+            self.add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes a sequence out, whose blocks and state become the caller's business."""
+        if seq.state is State.RUNNING:
+            self.running.remove(seq)
+            self.dropped.append(seq)
+        elif seq.state is State.WAITING:
+            self.waiting.remove(seq)
+
+    def schedule(self, number: int) -> Batch | None:
+        """The next step; None where nothing can run until something else changes (blocks are freed, a sequence is added)."""
+        step = _Step(self._budget.num_tokens)
+        for seq in self._behind_by_one_first():
+            self._continue(step, seq)
+        if not (step.preempted and step.parts):
+            self._admit(step)
+        return step.batch(number, self._manager.take_copies()) if step.parts else None
+
+    def _behind_by_one_first(self) -> list[Sequence]:
+        return sorted(self.running, key=lambda seq: (seq.num_to_compute > 1, seq.rank))
+
+    def _continue(self, step: _Step, seq: Sequence) -> None:
+        if seq.state is not State.RUNNING:
+            return  # preempted a moment ago, for one before it
+        count = min(step.left, seq.num_to_compute)
+        if count and self._make_room(step, seq, seq.num_computed + count):
+            step.add(seq, count)
+
+    def _make_room(self, step: _Step, seq: Sequence, end: int) -> bool:
+        """Blocks for a running sequence: free ones, else of reservations, else of the worst that is not in the step yet."""
+        while not self._manager.grow(seq, end):
+            if self._reclaim():
+                continue
+            victim = max(self._victims(step), key=rank)
+            self._preempt(victim)
+            step.preempted = True
+            if victim is seq:
+                return False
+        return True
+
+    def _victims(self, step: _Step) -> Iterator[Sequence]:
+        yield from (seq for seq in self.running if not seq.whole and seq not in step.members)
+        yield from (seq for seq in self.waiting if seq.blocks)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Its blocks go; what it has computed is found again in the prefix cache, or computed again."""
+        self.num_preemptions += 1
+        self.remove(seq)
+        self._manager.free(seq)
+        self.add(seq)
+
+    def _admit(self, step: _Step) -> None:
+        """Waiting sequences, by rank, each only if all its tokens so far fit: none is let in to be preempted at once."""
+        while self.waiting and step.left and len(self.running) < self._max_num_seqs:
+            seq = self.waiting[0]
+            hits = self._hits(seq)
+            if not self.fits(seq, hits):
+                if step.parts or not self._preempt_waiting(seq):
+                    return
+                continue
+            self.waiting.pop(0)
+            self._run(seq)
+            if hits:
+                self._manager.pin(seq, hits)
+            if not seq.started:
+                seq.started = True
+                seq.num_cached = min(seq.num_computed, seq.num_prompt)
+            count = min(step.left, seq.num_to_compute)
+            grown = self._manager.grow(seq, seq.num_prompt if seq.whole else seq.num_computed + count)
+            assert grown, "what fits can grow"
+            step.add(seq, count)
+
+    def _run(self, seq: Sequence) -> None:
+        seq.state = State.RUNNING
+        self.running.append(seq)
+
+    def _preempt_waiting(self, head: Sequence) -> bool:
+        """Nothing runs and the best cannot start: of those that wait with blocks, the worst lets go."""
+        holders = [seq for seq in self.waiting if seq.blocks and seq is not head]
+        if holders:
+            self._preempt(max(holders, key=rank))
+        return bool(holders)
+
+    def _hits(self, seq: Sequence) -> list[int]:
+        """The prefix to pin. Its last token is always computed, for its logits; prompt logprobs need all logits."""
+        if seq.blocks or (seq.request.sampling.prompt_logprobs is not None and not seq.num_output):
+            return []
+        return self._manager.find(seq, len(seq.tokens) - 1)
+
+    def fits(self, seq: Sequence, hits: list[int]) -> bool:
+        """Whether a waiting sequence can start, with what the half-computed ones still need and a rest left for growth."""
+        return self._manager.cost(seq, len(seq.tokens), hits) + self.reserve_blocks() <= self._manager.num_free
+
+    def reserve_blocks(self) -> int:
+        """Free blocks that are not for newcomers. None while nothing runs: else a large prompt might never start."""
+        if not self.running:
+            return 0
+        return self._watermark + self._owed(self.running)
+
+    @property
+    def spare_blocks(self) -> int:
+        """Free blocks that neither who runs nor who waits will need for its tokens so far."""
+        return self._manager.num_free - self.reserve_blocks() - self._owed(self.waiting)
+
+    @property
+    def seats(self) -> int:
+        """Sequences that could start beside those that run and wait."""
+        return max(0, self._max_num_seqs - len(self.running) - len(self.waiting))
+
+    def admissible(self, seq: Sequence) -> bool:
+        """Whether a newcomer would start soon."""
+        return self.seats > 0 and self._manager.cost(seq, len(seq.tokens), self._hits(seq)) <= self.spare_blocks
+
+    def _owed(self, sequences: list[Sequence]) -> int:
+        return sum(self._manager.cost(seq, len(seq.tokens), ()) for seq in sequences)
