@@ -25,6 +25,7 @@ help: ## this list
 $(STAMP): pyproject.toml requirements.lock
 	@echo "setting up $(VENV): some minutes, once"
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet pip==26.3
 	$(PIP) install --progress-bar on '$(TORCH)'
 	$(PIP) install --progress-bar on --constraint requirements.lock --editable '.[dev]'
 	@touch $@

