@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 import msgspec
+
 from kvrelay.common.ids import Fingerprint, RequestId
 from kvrelay.common.request import EngineRequest, FinishReason, SamplingParams
 
@@ -55,7 +56,8 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def request_id(self) -> RequestId:
-        return self.request.request_id
+        """The client's. Pods know the request by `request.request_id`, which no client can choose."""
+        return self.input.request_id
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

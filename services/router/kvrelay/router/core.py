@@ -1,0 +1,176 @@
+"""The router: takes a request from a front, prepares it, runs it on pods, and hands its events back.
+
+prepare:  validate ──▶ chat template ──▶ tokenize ──▶ bound by the model's length        no pod is touched
+generate: queue ──▶ policy ──▶ attempts on pods ──▶ tokens once, in order ──▶ text        `kvrelay.router.attempt`
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.errors import Cancelled, Draining, InvalidRequest, KvrelayError, ModelNotFound
+from kvrelay.common.ids import Fingerprint, RequestId, RouterId
+from kvrelay.common.text import ChoiceText, StopPatterns
+from kvrelay.router.attempt import Run
+from kvrelay.router.background import Background
+from kvrelay.router.delivery import Delivery
+from kvrelay.router.dispatch import Dispatcher
+from kvrelay.router.entries import Entries
+from kvrelay.router.job import Chat, Event, GenerateInput, ModelInfo, PreparedRequest, Readiness
+from kvrelay.router.metrics import Metrics, Observer
+from kvrelay.router.model import ServedModel
+from kvrelay.router.policy import POLICIES
+from kvrelay.router.pool import Directory
+from kvrelay.router.prepare import Preparer
+from kvrelay.router.recovery import Retries
+from kvrelay.router.settings import RouterSettings
+
+
+class Router:
+    """See `kvrelay.router.job.Inference`. `start` once, then anything in any number at once, `close` once."""
+
+    def __init__(self, settings: RouterSettings, directory: Directory, registry: CollectorRegistry) -> None:
+        """Raises Internal where the model's folder cannot be read."""
+        self.router_id = RouterId(f"router-{secrets.token_hex(6)}")
+        self._model = ServedModel(settings.model, settings.model_name)
+        self._created = int(time.time())
+        self._preparer = Preparer(
+            self._model.tokenizer,
+            vocab_size=self._model.vocab_size,
+            default_timeout_ms=settings.default_timeout_ms,
+            max_timeout_ms=settings.max_timeout_ms,
+        )
+        self._entries = Entries(self._model.tokenizer)
+        self._dispatcher = Dispatcher(
+            POLICIES[settings.policy](settings.local_prefill_tokens),
+            directory,
+            self.router_id,
+            max_waiting=settings.max_queue,
+            patience_seconds=settings.unavailable_after_ms / 1000,
+        )
+        self._retries = Retries(settings.max_failures)
+        self._background = Background()
+        self._metrics = Metrics(registry, self._model.name)
+        self._runs: dict[RequestId, Run] = {}
+        self._metrics.watch(lambda: len(self._runs), lambda: len(self._dispatcher.queue))
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    async def start(self) -> None:
+        await self._dispatcher.start()
+
+    async def drain(self, timeout_seconds: float) -> None:
+        """Takes no more; returns when the last request ended, or after the timeout."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+
+    async def close(self) -> None:
+        """Ends what still runs; bounded in time."""
+        self._draining = True
+        for run in list(self._runs.values()):
+            run.interrupt(Draining("the router is closing"))
+        await self._background.close()
+        await self._dispatcher.close()
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        return (self.model_info(),)
+
+    def model_info(self, model: str = "") -> ModelInfo:
+        """Raises ModelNotFound."""
+        if model not in ("", self._model.name):
+            raise ModelNotFound(f"the model {model!r} does not exist", "model")
+        decoding = self._dispatcher.pods.decoding()
+        return ModelInfo(
+            name=self._model.name,
+            max_model_len=min([self._model.max_model_len, *(pod.record.max_model_len for pod in decoding)]),
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.tokenizer.eos_token_ids,
+            has_chat_template=self._model.tokenizer.has_chat_template,
+            fingerprint=decoding[0].record.fingerprint if decoding else Fingerprint(""),
+            created=self._created,
+        )
+
+    def ready(self) -> Readiness:
+        if self._draining:
+            return Readiness(ready=False, reason="the router is draining")
+        view = self._dispatcher.pods.view
+        num_prefill = sum(map(len, view.prefill.values()))
+        pods = f"{num_prefill} prefill and {len(view.decode)} decode pods"
+        return Readiness(ready=bool(view.decode), reason=pods)
+
+    async def prepare(self, source: GenerateInput) -> PreparedRequest:
+        """Raises InvalidRequest, ModelNotFound, Draining."""
+        if self._draining:
+            raise Draining("the router takes no more requests")
+        return await self._preparer.prepare(source, self.model_info(source.model).max_model_len)
+
+    async def generate(self, prepared: PreparedRequest) -> AsyncGenerator[Event, None]:
+        """Raises KvrelayError."""
+        request_id = prepared.request_id
+        if request_id in self._runs:
+            raise InvalidRequest(f"a request {request_id!r} is running already", "request_id")
+        observer = Observer(self._metrics, prepared)
+        run = self._runs[request_id] = self._run(prepared, observer)
+        self._idle.clear()
+        try:
+            async with contextlib.aclosing(run.events()) as events:
+                async for event in events:
+                    observer.see(event)
+                    yield event
+        except KvrelayError as error:
+            observer.failed(error)
+            raise
+        finally:
+            observer.ended()
+            del self._runs[request_id]
+            if not self._runs:
+                self._idle.set()
+
+    def _run(self, prepared: PreparedRequest, observer: Observer) -> Run:
+        sampling = prepared.request.sampling
+        stops = StopPatterns(sampling.stop)
+        texts = [
+            ChoiceText(
+                self._model.tokenizer,
+                sampling,
+                prompt_token_ids=prepared.request.prompt_token_ids,
+                stops=stops,
+                align=sampling.logprobs is not None,
+            )
+            for _ in range(sampling.n)
+        ]
+        return Run(
+            prepared,
+            Delivery(prepared, self._entries, texts),
+            self._dispatcher,
+            self._retries,
+            self._background,
+            observer,
+        )
+
+    async def abort(self, request_id: RequestId) -> bool:
+        """The request's iterator raises Cancelled. False: there is none."""
+        run = self._runs.get(request_id)
+        if run is None:
+            return False
+        run.interrupt(Cancelled("the request was aborted"))
+        return True
+
+    async def tokenize(
+        self, model: str, prompt: str | Chat, *, add_special_tokens: bool | None = None
+    ) -> tuple[int, ...]:
+        """Raises InvalidRequest, ModelNotFound."""
+        self.model_info(model)
+        return await self._preparer.tokens(prompt, add_special_tokens)
+
+    async def detokenize(self, model: str, token_ids: tuple[int, ...]) -> str:
+        """Raises InvalidRequest for ids outside the vocabulary, ModelNotFound."""
+        self.model_info(model)
+        self._preparer.check_ids(token_ids, "tokens")
+        return self._entries.text(token_ids)

@@ -1,0 +1,128 @@
+"""The router's metrics: `kvrelay_router_*`, and under vLLM's names what existing dashboards look for."""
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvrelay.common.errors import KvrelayError
+from kvrelay.common.request import FinishReason
+from kvrelay.router.job import ChoiceEvent, Event, PreparedRequest, PromptEvent, UsageEvent
+from kvrelay.router.recovery import Culprit
+
+_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_BETWEEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+
+
+class Metrics:
+    """One a router, in the registry that `/metrics` shows."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self.registry = registry
+        self._model = model
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
+
+        self._requests = Counter(
+            "kvrelay_router_requests", "Requests that ended, by error code or ok", ["status"], registry=registry
+        )
+        self._retries = Counter(
+            "kvrelay_router_retries", "Attempts that failed and were followed by another", ["reason"], registry=registry
+        )
+        self._success = Counter(
+            "vllm:request_success", "Choices that finished", ["model_name", "finished_reason"], registry=registry
+        )
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens sent to clients")
+        self._cached_tokens = self._counter("vllm:prompt_tokens_cached", "Prompt tokens that no pod computed")
+        self.first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token").labels(
+            model
+        )
+        self.between = histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a choice", _BETWEEN_SECONDS
+        ).labels(model)
+        self.whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token").labels(model)
+        self.queued = histogram("vllm:request_queue_time_seconds", "From arrival to the choice of pods").labels(model)
+        self._running = Gauge(
+            "vllm:num_requests_running", "Requests that are not finished", ["model_name"], registry=registry
+        ).labels(model)
+        self._waiting = Gauge(
+            "vllm:num_requests_waiting", "Requests in the router's queue", ["model_name"], registry=registry
+        ).labels(model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def watch(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+        """Asked whenever the metrics are read."""
+        self._running.set_function(num_running)
+        self._waiting.set_function(num_waiting)
+
+    def count_retry(self, culprit: Culprit) -> None:
+        self._retries.labels(culprit.value).inc()
+
+    def count_end(self, status: str) -> None:
+        self._requests.labels(status).inc()
+
+    def count_choice(self, reason: FinishReason) -> None:
+        self._success.labels(self._model, reason.value).inc()
+
+    def count_tokens(self, num_tokens: int) -> None:
+        self._generation_tokens.inc(num_tokens)
+
+    def count_usage(self, usage: UsageEvent) -> None:
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._cached_tokens.inc(usage.cached_tokens)
+
+
+class Observer:
+    """Sees one request go by."""
+
+    def __init__(self, metrics: Metrics, prepared: PreparedRequest) -> None:
+        self._metrics = metrics
+        self._arrival = prepared.arrival
+        self._placed = False
+        self._last: dict[int, float] = {}
+        """Of each choice: when its last token passed."""
+        self._status = "cancelled"
+        """Unless something else becomes of it: its client leaves."""
+
+    def placed(self) -> None:
+        if not self._placed:
+            self._placed = True
+            self._metrics.queued.observe(time.monotonic() - self._arrival)
+
+    def retried(self, culprit: Culprit) -> None:
+        self._metrics.count_retry(culprit)
+
+    def failed(self, error: KvrelayError) -> None:
+        self._status = error.code
+
+    def ended(self) -> None:
+        self._metrics.count_end(self._status)
+
+    def see(self, event: Event) -> None:
+        match event:
+            case ChoiceEvent():
+                self._see_choice(event)
+            case UsageEvent():
+                self._status = "ok"
+                self._metrics.count_usage(event)
+                self._metrics.whole.observe(time.monotonic() - self._arrival)
+            case PromptEvent():
+                pass
+
+    def _see_choice(self, event: ChoiceEvent) -> None:
+        now = time.monotonic()
+        count = len(event.token_ids)
+        if count:
+            self._metrics.count_tokens(count)
+            if not self._last:
+                self._metrics.first_token.observe(now - self._arrival)
+            last = self._last.get(event.choice)
+            if last is not None:
+                self._metrics.between.observe((now - last) / count)
+            self._last[event.choice] = now
+        if event.finish_reason is not None:
+            self._metrics.count_choice(event.finish_reason)

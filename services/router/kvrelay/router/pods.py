@@ -1,0 +1,238 @@
+"""One connection to one pod: its calls, its health stream and, of a decode pod, its token stream.
+
+    connect ──▶ Watch and Stream are open ──▶ usable ──▶ one of them breaks, or Watch is silent ──▶ lost, for good
+
+A pod that is lost and answers again gets a new `Pod`, with a new `Load`: no news of the old one is taken for the new one's.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from kvrelay.common.discovery import PodRecord
+from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, StaleEpoch, Unavailable
+from kvrelay.common.ids import RequestId, RouterId
+from kvrelay.common.request import EngineRequest, Ticket
+from kvrelay.common.rpc import called, from_rpc_error
+from kvrelay.common.wire import (
+    delta_from_proto,
+    request_to_proto,
+    ticket_from_proto,
+    ticket_to_proto,
+)
+from kvrelay.router.load import Load, Report
+from kvrelay.router.news import Inbox, PodLost, PrefillFailed, from_notice, from_prefill
+from kvrelay.v1 import decode_pb2, decode_pb2_grpc, pod_pb2, pod_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SILENCE_SECONDS = 3.0
+"""Three times the health stream's interval: a process that was stopped breaks no connection."""
+CONNECT_SECONDS = 5.0
+RESERVE_SECONDS = 5.0
+ABORT_SECONDS = 5.0
+MAX_MESSAGE_BYTES = 64 << 20
+"""Of one message from a pod; gRPC refuses a longer one."""
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A connection of its own for each `Pod`: a broken one is not inherited.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+T = TypeVar("T")
+
+
+async def uncancelled(call: Awaitable[T]) -> T:
+    """gRPC answers calls on a closed channel by CancelledError; that is no cancellation of the caller."""
+    try:
+        return await call
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Unavailable("the connection to the pod was closed") from error
+
+
+class Pod:
+    """`usable`: it said that it is ready, and what it streams arrives here."""
+
+    def __init__(self, record: PodRecord, group: int, router_id: RouterId) -> None:
+        self.record = record
+        self.streams = record.role != "prefill"
+        self.load = Load(
+            record.pod_id,
+            record.epoch,
+            block_size=max((part.block_size for part in record.layout.groups), default=1),
+            group=group,
+            self_sufficient=record.role == "both",
+        )
+        self.usable = False
+        self._router_id = router_id
+        self._channel = grpc.aio.insecure_channel(record.grpc_address, options=_OPTIONS)
+        self._watch = pod_pb2_grpc.PodStub(self._channel).Watch
+        self._decode = decode_pb2_grpc.DecodeStub(self._channel)
+        self._prefill = prefill_pb2_grpc.PrefillStub(self._channel)
+        self._stream_open = not self.streams
+        self._accepts = False
+        self._inboxes: dict[RequestId, Inbox] = {}
+        self._lost: KvrelayError | None = None
+
+    def __str__(self) -> str:
+        return f"{self.record.pod_id} at {self.record.grpc_address}"
+
+    async def serve(self, on_status: Callable[[], None], on_usable: Callable[[], None]) -> KvrelayError:
+        """Until the pod is lost: keeps `load` and `usable` current, and hands on tokens and notices. Answers why it was lost."""
+        tasks = [asyncio.create_task(self._watch_health(on_status, on_usable), name=f"watch {self}")]
+        if self.streams:
+            tasks.append(asyncio.create_task(self._read_stream(on_usable), name=f"stream {self}"))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._lost = _reason(done.pop())
+        finally:
+            self._lost = self._lost or Unavailable("the router is closing")
+            self._set_usable(False, on_usable)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for inbox in self._inboxes.values():
+                inbox.put_nowait(PodLost(self.load, self._lost))
+            self._inboxes.clear()
+            await self._channel.close(None)
+        return self._lost
+
+    async def _watch_health(self, on_status: Callable[[], None], on_usable: Callable[[], None]) -> None:
+        call = self._watch(pod_pb2.WatchRequest(router_id=self._router_id))
+        while True:
+            try:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    status = await call.read()
+            except TimeoutError as error:
+                raise Unavailable(f"no sign of life for {SILENCE_SECONDS:.0f} s") from error
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            if not isinstance(status, pod_pb2.PodStatus):
+                raise Unavailable("it ended its health stream")
+            if (status.pod_id, status.epoch) != (self.record.pod_id, self.record.epoch):
+                raise StaleEpoch(f"{status.pod_id} with epoch {status.epoch} answers instead")
+            self._take_status(status, on_usable)
+            on_status()
+
+    def _take_status(self, status: pod_pb2.PodStatus, on_usable: Callable[[], None]) -> None:
+        self.load.report(
+            Report(
+                credits=status.credits,
+                num_running=status.num_running,
+                num_waiting=status.num_waiting,
+                waiting_tokens=status.waiting_tokens,
+                free_blocks=status.free_blocks,
+                num_blocks=status.num_blocks,
+            )
+        )
+        self._accepts = status.ready and not status.draining
+        self._set_usable(self._accepts and self._stream_open, on_usable)
+
+    def _set_usable(self, usable: bool, on_usable: Callable[[], None]) -> None:
+        if usable != self.usable:
+            self.usable = usable
+            on_usable()
+
+    async def _read_stream(self, on_usable: Callable[[], None]) -> None:
+        call = self._decode.Stream(decode_pb2.StreamRequest(router_id=self._router_id))
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await call.initial_metadata()
+            self._stream_open = True
+            self._set_usable(self._accepts, on_usable)
+            async for step in call:
+                self._take_step(step)
+        except TimeoutError as error:
+            raise Unavailable("its token stream does not open") from error
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        raise Unavailable("it ended its token stream")
+
+    def _take_step(self, step: decode_pb2.StepTokens) -> None:
+        """Notices first: a prompt is computed before its first token. What no one listens to any more is dropped."""
+        for notice in step.notices:
+            if (inbox := self._inboxes.get(RequestId(notice.request_id))) is not None:
+                inbox.put_nowait(from_notice(notice))
+        for delta in step.deltas:
+            if (inbox := self._inboxes.get(RequestId(delta.request_id))) is not None:
+                inbox.put_nowait(delta_from_proto(delta))
+
+    def listen(self, request_id: RequestId, inbox: Inbox) -> None:
+        """From now on the request's news, PodLost included, comes to the inbox; at once where the pod is lost already."""
+        if self._lost is not None:
+            inbox.put_nowait(PodLost(self.load, self._lost))
+        else:
+            self._inboxes[request_id] = inbox
+
+    def ignore(self, request_id: RequestId) -> None:
+        self._inboxes.pop(request_id, None)
+
+    async def reserve(
+        self, request: EngineRequest, attempt: int, *, local_prefill: bool, timeout_seconds: float
+    ) -> Ticket | None:
+        """None: the pod computes the prompt itself. Raises what the pod says, and Unavailable where it does not answer in time."""
+        message = decode_pb2.ReserveRequest(
+            request=request_to_proto(request), attempt=attempt, router_id=self._router_id, local_prefill=local_prefill
+        )
+        timeout = min(timeout_seconds, RESERVE_SECONDS)
+        try:
+            answer = await uncancelled(called(self._decode.Reserve(message, timeout=timeout)))
+        except DeadlineExceeded as error:
+            raise Unavailable(f"{self} does not answer") from error
+        if local_prefill:
+            return None
+        if not answer.HasField("ticket"):
+            raise Internal(f"{self} granted no ticket")
+        return ticket_from_proto(answer.ticket)
+
+    async def prefill(self, request: EngineRequest, ticket: Ticket, inbox: Inbox, *, timeout_seconds: float) -> None:
+        """Until the push has ended; what happens, failure included, comes to the inbox. Cancelling it aborts the request there."""
+        message = prefill_pb2.PrefillRequest(request=request_to_proto(request), ticket=ticket_to_proto(ticket))
+        call = self._prefill.Prefill(message, timeout=timeout_seconds)
+        try:
+            await uncancelled(self._read_prefill(call, ticket.attempt, inbox))
+        except grpc.aio.AioRpcError as error:
+            inbox.put_nowait(PrefillFailed(ticket.attempt, from_rpc_error(error)))
+        except KvrelayError as error:
+            inbox.put_nowait(PrefillFailed(ticket.attempt, error))
+        finally:
+            call.cancel()
+
+    @staticmethod
+    async def _read_prefill(
+        call: "grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]",
+        attempt: int,
+        inbox: Inbox,
+    ) -> None:
+        pushed = False
+        async for event in call:
+            inbox.put_nowait(from_prefill(event, attempt))
+            pushed = event.HasField("push_completed")
+        if not pushed:
+            raise Unavailable("the prefill pod ended the call before its push")
+
+    async def abort(self, request_id: RequestId) -> None:
+        """Best effort: a decode pod that cannot be reached frees the request when its stream breaks."""
+        with contextlib.suppress(KvrelayError):
+            message = decode_pb2.AbortRequest(request_ids=[request_id])
+            await uncancelled(called(self._decode.Abort(message, timeout=ABORT_SECONDS)))
+
+
+def _reason(task: asyncio.Task[None]) -> KvrelayError:
+    if task.cancelled():
+        return Unavailable("the connection was closed")
+    error = task.exception()
+    if isinstance(error, KvrelayError):
+        return error
+    log.error("a pod's stream failed", exc_info=error)
+    return Internal(f"its stream could not be read: {error}")

@@ -1,0 +1,114 @@
+"""All pods that this router knows: from the directory, each kept by a task of its own."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from kvrelay.common.discovery import PodRecord, RetryPolicy
+from kvrelay.common.errors import IncompatibleLayout
+from kvrelay.common.ids import Epoch, PodId, RouterId
+from kvrelay.common.layout import KvLayout, check_compatible
+from kvrelay.router.load import Load
+from kvrelay.router.pods import Pod
+from kvrelay.router.policy import PodsView
+
+log = logging.getLogger(__name__)
+
+RECONNECT = RetryPolicy(initial_seconds=0.1, maximum_seconds=2.0)
+
+
+class Directory(Protocol):
+    """`kvrelay.common.discovery.PodDirectory`, as far as it is needed here."""
+
+    def pods(self) -> dict[PodId, PodRecord]: ...
+    def updates(self) -> AsyncIterator[dict[PodId, PodRecord]]: ...
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+class Pods:
+    """`view` is what a policy chooses from. `on_change` is called when it changed, or a load in it.
+
+    A pod stays known while its record stands in the directory or its health stream is open: losing the directory loses no pod.
+    """
+
+    def __init__(self, directory: Directory, router_id: RouterId, on_change: Callable[[], None]) -> None:
+        self.view = PodsView()
+        self._directory = directory
+        self._router_id = router_id
+        self._on_change = on_change
+        self._keepers: dict[tuple[PodId, Epoch], asyncio.Task[None]] = {}
+        self._usable: dict[Load, Pod] = {}
+        self._layouts: list[KvLayout] = []
+        """One of each group of pods that can send each other KV; its index is the group's number."""
+        self._follower: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._directory.start()
+        self._follower = asyncio.create_task(self._follow(), name="pods")
+
+    async def close(self) -> None:
+        tasks = [*self._keepers.values(), *([self._follower] if self._follower is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._directory.stop()
+
+    def __getitem__(self, load: Load) -> Pod:
+        """The pod of a load in the `view` of now."""
+        return self._usable[load]
+
+    def decoding(self, group: int | None = None) -> list[Pod]:
+        """The usable pods that stream tokens; None: of all groups."""
+        return [pod for pod in self._usable.values() if pod.streams and group in (None, pod.load.group)]
+
+    async def _follow(self) -> None:
+        async for records in self._directory.updates():
+            for record in records.values():
+                key = (record.pod_id, record.epoch)
+                if key not in self._keepers:
+                    self._keepers[key] = asyncio.create_task(self._keep(record), name=f"pod {record.pod_id}")
+
+    async def _keep(self, record: PodRecord) -> None:
+        """Connects, and again whenever the pod is lost, while its record stands."""
+        group = self._group_of(record.layout)
+        failures = 0
+        while self._directory.pods().get(record.pod_id) == record:
+            pod = Pod(record, group, self._router_id)
+            was_usable = False
+
+            def refresh(pod: Pod = pod) -> None:
+                nonlocal was_usable
+                was_usable |= pod.usable
+                self._refresh(pod)
+
+            reason = await pod.serve(self._on_change, refresh)
+            failures = 1 if was_usable else failures + 1
+            if failures == 1:
+                log.warning("lost pod %s: %s", pod, reason)
+            await asyncio.sleep(RECONNECT.delay(failures))
+        self._keepers.pop((record.pod_id, record.epoch), None)
+
+    def _group_of(self, layout: KvLayout) -> int:
+        for number, known in enumerate(self._layouts):
+            try:
+                check_compatible(layout, known)
+            except IncompatibleLayout:
+                continue
+            return number
+        self._layouts.append(layout)
+        return len(self._layouts) - 1
+
+    def _refresh(self, pod: Pod) -> None:
+        """After a pod became usable, or stopped being so."""
+        if pod.usable:
+            self._usable[pod.load] = pod
+        else:
+            self._usable.pop(pod.load, None)
+        prefill: dict[int, list[Load]] = {}
+        for known in self._usable.values():
+            if not known.streams:
+                prefill.setdefault(known.load.group, []).append(known.load)
+        self.view = PodsView([known.load for known in self._usable.values() if known.streams], prefill)
+        self._on_change()
