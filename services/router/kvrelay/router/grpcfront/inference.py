@@ -39,7 +39,7 @@ class InferenceService:
             if error.param == "prompt" and request.HasField("chat"):
                 raise type(error)(error.message, "messages") from error
             raise
-        responses = Responses(prepared.request_id)
+        responses = Responses(prepared.input.request_id)
         async with contextlib.aclosing(self._router.generate(prepared)) as events:
             async for event in events:
                 yield responses.of(event)
