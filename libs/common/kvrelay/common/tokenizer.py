@@ -8,7 +8,6 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from tokenizers.processors import TemplateProcessing
 
 from kvrelay.common.errors import InvalidRequest
 from kvrelay.common.pieces import Pieces
@@ -120,6 +119,7 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _load_backend(folder: Path, config: dict[str, Any], named: dict[str, str]) -> Backend:
+    """tokenizer.json, which alone says where BOS and EOS go, and the special tokens that only the configuration has."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"there is no {path}")
@@ -135,18 +135,7 @@ def _load_backend(folder: Path, config: dict[str, Any], named: dict[str, str]) -
     known |= {token.content for token in added}
     added += [AddedToken(token, special=True) for token in dict.fromkeys(named.values()) if token not in known]
     backend.add_tokens(added)
-    if "add_bos_token" in config or "add_eos_token" in config:
-        backend.post_processor = _wrapping(backend, config, named)
     return backend
-
-
-def _wrapping(backend: Backend, config: dict[str, Any], named: dict[str, str]) -> TemplateProcessing:
-    """What the configuration says of BOS and EOS holds, whatever tokenizer.json says."""
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    single = [token for token in (bos, "$A", eos) if token is not None]
-    tokens = [(token, backend.token_to_id(token)) for token in {bos, eos} - {None} if token is not None]
-    return TemplateProcessing(single=single, pair=[*single, "$B"], special_tokens=tokens)
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
