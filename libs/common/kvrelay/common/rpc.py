@@ -1,6 +1,8 @@
 """Errors over gRPC: a `KvrelayError` becomes a rich status (google.rpc.Status), and the same error again at the caller's."""
 
-from collections.abc import Awaitable
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar, cast
 
@@ -24,11 +26,24 @@ from kvrelay.common.errors import (
     status_of,
 )
 
+log = logging.getLogger(__name__)
+
 DOMAIN = "kvrelay"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_ERROR_CHARS = 500
 """gRPC refuses trailing metadata of over 8 KiB, and a message stands in it twice, once percent-encoded."""
 
+MAX_MESSAGE_BYTES = 64 << 20
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+"""Of both ends of every connection between our processes."""
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))
+"""A port that another process has is an error, not shared."""
+
+A = TypeVar("A")
+B = TypeVar("B")
 T = TypeVar("T")
 
 _WITHOUT_DETAILS: dict[grpc.StatusCode, type[KvrelayError]] = {
@@ -70,7 +85,7 @@ def to_status(error: KvrelayError) -> RpcStatus:
     return RpcStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
 
 
-async def abort(context: "grpc.aio.ServicerContext[object, object]", error: KvrelayError) -> NoReturn:
+async def abort(context: "grpc.aio.ServicerContext[A, B]", error: KvrelayError) -> NoReturn:
     """Ends the call with the error."""
     status = to_status(error)
     await context.abort(status.code, status.details, status.metadata)
@@ -86,6 +101,18 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> KvrelayError:
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in message:
         return RequestTooLarge(message)
     return _WITHOUT_DETAILS.get(error.code(), Internal)(message)
+
+
+@contextlib.asynccontextmanager
+async def answering(context: "grpc.aio.ServicerContext[A, B]") -> AsyncIterator[None]:
+    """Around a handler's body: a KvrelayError ends the call as itself, anything else as Internal, and is logged."""
+    try:
+        yield
+    except KvrelayError as error:
+        await abort(context, error)
+    except Exception:
+        log.exception("a handler failed")
+        await abort(context, Internal("internal error"))
 
 
 async def called(call: Awaitable[T]) -> T:

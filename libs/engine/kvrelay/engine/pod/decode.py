@@ -1,0 +1,64 @@
+"""The Decode service: reservations, and one stream of tokens a router."""
+
+import grpc.aio
+
+from kvrelay.common.ids import RequestId, RouterId
+from kvrelay.common.rpc import answering
+from kvrelay.common.wire import request_from_proto, ticket_to_proto
+from kvrelay.engine.api import EngineClient
+from kvrelay.engine.pod.routes import Routes
+from kvrelay.engine.pod.state import PodState
+from kvrelay.engine.pod.validate import check_id, check_request
+from kvrelay.v1 import decode_pb2, decode_pb2_grpc
+
+ReserveContext = grpc.aio.ServicerContext[decode_pb2.ReserveRequest, decode_pb2.ReserveResponse]
+StreamContext = grpc.aio.ServicerContext[decode_pb2.StreamRequest, decode_pb2.StepTokens]
+AbortContext = grpc.aio.ServicerContext[decode_pb2.AbortRequest, decode_pb2.AbortResponse]
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    def __init__(self, engine: EngineClient, state: PodState, routes: Routes) -> None:
+        self._engine = engine
+        self._state = state
+        self._routes = routes
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: ReserveContext) -> decode_pb2.ReserveResponse:
+        answer = decode_pb2.ReserveResponse()
+        async with answering(context):
+            self._state.check_accepting()
+            wanted = request_from_proto(request.request)
+            check_request(wanted, self._engine.info)
+            check_id("router_id", request.router_id)
+            router_id = RouterId(request.router_id)
+            # Its tokens may come before this call's answer does.
+            former = self._routes.own(wanted, request.attempt, router_id)
+            try:
+                ticket, answer.num_cached_tokens = await self._engine.reserve(
+                    wanted, request.attempt, router_id, local_prefill=request.local_prefill
+                )
+            except BaseException:
+                self._routes.give_back(wanted.request_id, former)
+                raise
+            if ticket is not None:
+                answer.ticket.CopyFrom(ticket_to_proto(ticket))
+        return answer
+
+    async def Stream(self, request: decode_pb2.StreamRequest, context: StreamContext) -> None:  # type: ignore[override]
+        async with answering(context):
+            check_id("router_id", request.router_id)
+            router_id = RouterId(request.router_id)
+            stream = self._routes.open_stream(router_id)
+            try:
+                await context.send_initial_metadata(())  # the router may reserve from now on
+                while (step := await stream.get()) is not None:
+                    await context.write(step)
+            finally:
+                self._routes.close_stream(router_id, stream)
+
+    async def Abort(self, request: decode_pb2.AbortRequest, context: AbortContext) -> decode_pb2.AbortResponse:
+        async with answering(context):
+            request_ids = tuple(RequestId(request_id) for request_id in request.request_ids)
+            await self._engine.abort(request_ids)
+            for request_id in request_ids:
+                self._routes.disown(request_id)
+        return decode_pb2.AbortResponse()

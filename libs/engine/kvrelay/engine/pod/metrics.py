@@ -1,0 +1,108 @@
+"""A pod's metrics, read from the engine's last stats when they are asked for."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvrelay.common.telemetry import new_registry
+from kvrelay.engine.api import EngineClient
+from kvrelay.engine.messages import EngineStats
+from kvrelay.engine.pod.routes import Routes
+from kvrelay.engine.pod.state import PodState
+
+GAUGES = {
+    "num_running": "Requests in the engine's steps",
+    "num_waiting": "Requests that wait for the engine",
+    "num_reservations": "Reservations that no push has filled yet",
+    "num_pushes": "Pushes under way",
+    "waiting_tokens": "Prompt tokens still to be computed",
+    "free_blocks": "KV blocks free or evictable",
+    "num_blocks": "KV blocks",
+    "credits": "Requests that could start soon",
+    "step_ms": "Length of the last step in milliseconds",
+}
+COUNTERS = {
+    "num_steps": "Engine steps",
+    "prompt_tokens": "Prompt tokens of admitted requests",
+    "computed_tokens": "Prompt tokens computed",
+    "cached_tokens": "Prompt tokens found in the cache",
+    "generated_tokens": "Tokens sampled",
+    "num_preemptions": "Preemptions",
+}
+TRANSFER = {
+    "payload_bytes_sent": "KV bytes pushed",
+    "payload_bytes_received": "KV bytes taken in",
+    "bytes_sent": "Bytes sent, headers and control included",
+    "bytes_received": "Bytes received, headers and control included",
+    "transfers_completed": "Pushes that were acknowledged",
+    "transfers_failed": "Pushes that failed",
+    "seconds": "Seconds from a push's first frame to its acknowledgement",
+    "payload_bytes_overlapped": "KV bytes sent before the last layer was computed",
+}
+VLLM_GAUGES = {"num_requests_running": "num_running", "num_requests_waiting": "num_waiting"}
+VLLM_COUNTERS = {
+    "prompt_tokens": "prompt_tokens",
+    "generation_tokens": "generated_tokens",
+    "num_preemptions": "num_preemptions",
+    "prefix_cache_queries": "prompt_tokens",
+    "prefix_cache_hits": "cached_tokens",
+}
+
+
+class PodCollector(Collector):
+    """The same quantities under `kvrelay_pod_` and, where dashboards know them, under vLLM's names."""
+
+    def __init__(self, engine: EngineClient, state: PodState, routes: Routes, model: str) -> None:
+        self._engine = engine
+        self._state = state
+        self._routes = routes
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(f"kvrelay_pod_{name}", text, value=getattr(stats, name))
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(f"kvrelay_pod_{name.removeprefix('num_')}", text, value=getattr(stats, name))
+        for name, text in TRANSFER.items():
+            yield CounterMetricFamily(f"kvrelay_transfer_{name}", text, value=getattr(stats.transfer, name))
+        yield GaugeMetricFamily("kvrelay_pod_ready", "1: the pod takes requests", value=float(self._state.ready))
+        yield from self._front()
+        yield from self._vllm(stats)
+
+    def _front(self) -> Iterator[Metric]:
+        counters = self._routes.counters
+        yield GaugeMetricFamily("kvrelay_pod_routers", "Routers with a token stream", value=self._routes.num_routers)
+        yield CounterMetricFamily(
+            "kvrelay_pod_dropped_deltas", "Outputs of requests that no one waits for", value=counters.dropped_deltas
+        )
+        yield CounterMetricFamily(
+            "kvrelay_pod_slow_streams", "Streams ended because their reader was too slow", value=counters.slow_streams
+        )
+        yield CounterMetricFamily(
+            "kvrelay_pod_lost_routers", "Routers that left requests behind", value=counters.lost_routers
+        )
+
+    def _vllm(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, source in VLLM_GAUGES.items():
+            yield self._labelled(
+                GaugeMetricFamily(f"vllm:{name}", source, labels=["model_name"]), getattr(stats, source)
+            )
+        used = 1 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", labels=["model_name"])
+        yield self._labelled(usage, used)
+        for name, source in VLLM_COUNTERS.items():
+            counter = CounterMetricFamily(f"vllm:{name}", source, labels=["model_name"])
+            yield self._labelled(counter, getattr(stats, source))
+
+    def _labelled(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
+        family.add_metric([self._model], value)
+        return family
+
+
+def pod_registry(engine: EngineClient, state: PodState, routes: Routes, model: str) -> CollectorRegistry:
+    registry = new_registry()
+    registry.register(PodCollector(engine, state, routes, model))
+    return registry

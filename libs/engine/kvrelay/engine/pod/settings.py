@@ -1,0 +1,138 @@
+"""The options that prefill and decode pods share. A role adds its name and its ports."""
+
+import secrets
+import socket
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, SecretStr, model_validator
+
+from kvrelay.common.discovery import PodRole
+from kvrelay.common.ids import PodId
+from kvrelay.common.settings import ServiceSettings, Size
+from kvrelay.engine.config import EngineConfig
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+PORTS_PER_POD = 10
+
+
+class PodSettings(ServiceSettings):
+    """A pod: where it listens, how it is found, and the engine in it."""
+
+    base_port: ClassVar[int] = 9200
+
+    role: PodRole = "decode"
+    """prefill, decode or both."""
+    engine: Literal["process", "fake"] = "process"
+    """process, or fake: tokens without a model, for trying out what surrounds the engine."""
+
+    host: str = "127.0.0.1"
+    """Where to listen: 0.0.0.0 is all interfaces."""
+    advertise_host: str | None = None
+    """Under which others reach this pod; not set: the host that it listens on."""
+    index: int = Field(default=0, ge=0, lt=PORTS_PER_POD)
+    """Which pod of its kind on this host; decides the ports."""
+    grpc_port: Port | None = None
+    """Not set: by kind and index; 0: any free one."""
+    http_port: Port | None = None
+    """Not set: one above the gRPC port; 0: any free one."""
+    pod_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
+    """Not set: by role, host name and port."""
+    grace_seconds: float = Field(default=30.0, ge=0, le=3600)
+    """How long running requests may go on after SIGTERM."""
+
+    auth_token: SecretStr | None = None
+    """Callers must bring it as `authorization: Bearer TOKEN`."""
+    tls_cert: Path | None = None
+    """PEM file: this pod's certificate chain."""
+    tls_key: Path | None = None
+    """PEM file: its private key."""
+    tls_ca: Path | None = None
+    """PEM file: callers must show a certificate that this authority signed."""
+
+    model: Path | None = None
+    """Folder of the model."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights; auto is the checkpoint's."""
+    kv_dtype: str = "auto"
+    """Of the KV cache; auto is the model's."""
+    block_size: int = Field(default=16, ge=16)
+    """Tokens in a KV block, a multiple of 16."""
+    kv_cache_bytes: Size = Field(default=512 << 20, ge=1)
+    """Of the KV cache."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt and output together; not set: the model's own."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences in one step."""
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    """Tokens in one step; the budget adapts below it."""
+    max_step_ms: float = Field(default=300.0, gt=0)
+    """What the budget keeps a step under."""
+    prefix_caching: bool = True
+    """Keep computed blocks for prompts that begin alike."""
+    threads: int = Field(default=0, ge=0)
+    """Of torch on the CPU; 0: all cores."""
+    attention: str = "auto"
+    """The attention backend."""
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    """Of the weights; dummy: random ones."""
+    frame_bytes: Size = Field(default=1 << 20, ge=1)
+    """Of one piece of a KV push."""
+    staging_bytes: Size = Field(default=64 << 20, ge=1)
+    """For KV on its way, each direction."""
+    checksums: bool = True
+    """Of all KV on the wire."""
+    on_ticket_expiry: Literal["recompute", "fail"] = "recompute"
+    """What a decode pod does when no push has come in time."""
+    watermark: float = Field(default=0.01, ge=0, lt=1)
+    """The share of blocks that reservations leave to running requests."""
+    seed: int = 0
+    """Of dummy weights."""
+    ticket_timeout_ms: int = Field(default=30_000, ge=1)
+    """How long a reservation waits for its push."""
+    test_hooks: bool = False
+    """Let tests hold the engine at chosen points."""
+
+    fake_step_ms: float = Field(default=2.0, ge=0)
+    """Of the fake engine: a step."""
+    fake_num_blocks: int = Field(default=4096, ge=1)
+    """Of the fake engine: its pool."""
+    fake_natural_length: int = Field(default=64, ge=1)
+    """Of the fake engine: tokens after which a choice ends by itself."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.engine == "process":
+            if self.model is None:
+                raise ValueError("option --model is required")
+            self.engine_config()
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("options --tls-cert and --tls-key go together")
+        if self.tls_ca is not None and self.tls_cert is None:
+            raise ValueError("option --tls-ca needs --tls-cert and --tls-key")
+        return self
+
+    def engine_config(self) -> EngineConfig:
+        """Raises ValueError where the options do not go together."""
+        return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.__struct_fields__})
+
+    @property
+    def listen_grpc(self) -> int:
+        return self.base_port + PORTS_PER_POD * self.index if self.grpc_port is None else self.grpc_port
+
+    @property
+    def listen_http(self) -> int:
+        if self.http_port is not None:
+            return self.http_port
+        return self.listen_grpc + 1 if self.listen_grpc else 0
+
+    @property
+    def model_name(self) -> str:
+        return "fake" if self.model is None else self.model.resolve().name
+
+    def make_pod_id(self) -> PodId:
+        """The given one, or one that no other pod of this host has."""
+        place = str(self.listen_grpc) if self.listen_grpc else secrets.token_hex(4)
+        return PodId(self.pod_id or f"{self.role}-{socket.gethostname()}-{place}")
