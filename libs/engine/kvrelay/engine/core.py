@@ -6,7 +6,7 @@
 Between `schedule` and `update` any other call may come. What the step in flight works on keeps its blocks until `update`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from typing import Protocol
 
 from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, NoCapacity, TransferFailed
@@ -159,10 +159,12 @@ class Engine:
         if (entry := self._ledger.entries.get(request_id)) is not None:
             self._ledger.fail(entry, error)
 
-    def expire(self, now: float) -> None:
-        """Fails what is overdue at `now`, on the monotonic clock."""
-        for entry in [entry for entry in self._ledger.entries.values() if entry.deadline <= now]:
+    def expire(self, now: float) -> bool:
+        """Fails what is overdue at `now`, on the monotonic clock; whether anything was."""
+        overdue = [entry for entry in self._ledger.entries.values() if entry.deadline <= now]
+        for entry in overdue:
             self._ledger.fail(entry, DeadlineExceeded(f"the deadline of {entry.request.request_id} has passed"))
+        return bool(overdue)
 
     def next_deadline(self) -> float | None:
         return min((entry.deadline for entry in self._ledger.entries.values()), default=None)
@@ -315,6 +317,11 @@ class Engine:
                 self.runner.forget(seq)
 
     # Views.
+
+    @property
+    def request_ids(self) -> KeysView[RequestId]:
+        """Of all that is not over."""
+        return self._ledger.entries.keys()
 
     def stats(self, transfer: TransferCounters | None = None) -> EngineStats:
         waiting_tokens = sum(seq.num_to_compute for seq in self.scheduler.waiting)

@@ -1,0 +1,46 @@
+"""Puts an engine together: weights, cache, attention, sampler, runner, scheduler. All that takes long at a start is here."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from kvrelay.common.layout import KvLayout
+from kvrelay.engine.attention.registry import choose
+from kvrelay.engine.cache import KvCache
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.core import Engine
+from kvrelay.engine.loader import LoadedModel, load_model
+from kvrelay.engine.runner import ModelRunner
+from kvrelay.engine.sampler import Sampler
+
+log = logging.getLogger(__name__)
+
+OnProgress = Callable[[str, int, int], None]
+"""What is being done, how far it is, and of how much."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Built:
+    engine: Engine
+    cache: KvCache
+    loaded: LoadedModel
+    layout: KvLayout
+    attention: str
+
+
+def build(config: EngineConfig, on_progress: OnProgress) -> Built:
+    """Raises KvrelayError where the model, the device or an option does not fit."""
+    loaded = load_model(config, on_progress)
+    attention, reason = choose(config, loaded.model.dtype)
+    log.info("attention: %s", reason)
+    sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
+    runner = ModelRunner(loaded, config, attention, sampler)
+    engine = Engine(
+        config,
+        runner,
+        num_blocks=runner.kv.num_blocks,
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        fingerprint=loaded.fingerprint,
+    )
+    return Built(engine, runner.kv, loaded, runner.kv.layout(loaded.fingerprint), reason)

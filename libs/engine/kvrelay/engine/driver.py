@@ -1,0 +1,246 @@
+"""Drives one engine: takes the front's messages, runs steps, and lets KV in and out beside them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import assert_never
+
+from kvrelay.common.errors import Internal, InvalidRequest, KvrelayError
+from kvrelay.common.ids import PodId, RequestId, RouterId, new_epoch
+from kvrelay.common.request import EngineRequest, Ticket
+from kvrelay.engine import messages as m
+from kvrelay.engine.build import Built, build
+from kvrelay.engine.channel import Channel
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.core import StepUpdate
+from kvrelay.engine.push import Pushes
+from kvrelay.engine.receive import Tickets
+from kvrelay.transfer.port import PortConfig, TransferPort
+from kvrelay.transfer.ucx import UcxTransport
+
+log = logging.getLogger(__name__)
+
+HOLDS = ("prefill", "push", "decode")
+
+
+class Driver:
+    """Owns the engine, on the event loop. It is the engine's `TransferPort`: who is told when a transfer loses its blocks."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        built: Built,
+        info: m.EngineInfo,
+        port: TransferPort,
+        channel: Channel[m.ToEngine],
+        compute: ThreadPoolExecutor,
+    ) -> None:
+        self._config = config
+        self._engine = built.engine
+        self._port = port
+        self._channel = channel
+        self._compute = compute
+        self._pushes = Pushes(port.sender, built.cache, self._push_ended)
+        self._tickets = Tickets(built.engine, port, built.cache, info, self._changed, self._transfer_failed)
+        self._held = False
+        """By a test: no step begins."""
+        self._work = asyncio.Event()
+        self._notices: list[m.Notice] = []
+        self._routers: dict[RequestId, RouterId] = {}
+        built.engine.connect(self)
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, pod_id: PodId, channel: Channel[m.ToEngine], compute: ThreadPoolExecutor
+    ) -> "Driver":
+        """Loads the model and opens the transport, and says Ready. Raises KvrelayError where it cannot."""
+        loop = asyncio.get_running_loop()
+
+        def progress(what: str, done: int, total: int) -> None:
+            loop.call_soon_threadsafe(channel.send, m.Progress(what=what, done=done, total=total))
+
+        built = await loop.run_in_executor(compute, build, config, progress)
+        epoch = new_epoch()
+        options = PortConfig(
+            frame_bytes=config.frame_bytes, staging_bytes=config.staging_bytes, checksums=config.checksums
+        )
+        port = TransferPort(UcxTransport(), pod_id, epoch, built.layout, options)
+        port.start()
+        info = m.EngineInfo(
+            pod_id=pod_id,
+            epoch=epoch,
+            model=str(config.model),
+            fingerprint=built.loaded.fingerprint,
+            layout=built.layout,
+            max_model_len=built.engine.limits.max_model_len,
+            num_blocks=built.cache.num_blocks,
+            vocab_size=built.loaded.vocab_size,
+            eos_token_ids=built.loaded.eos_token_ids,
+            transport=port.transport.name,
+            attention=built.attention,
+        )
+        driver = cls(config, built, info, port, channel, compute)
+        channel.send(m.Ready(info=info))
+        return driver
+
+    async def close(self) -> None:
+        await self._port.close()
+
+    # Steps.
+
+    async def run(self) -> None:
+        """One step after another, for as long as there is work."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            batch = None if self._held else self._engine.schedule()
+            self._publish(self._engine.drain(), idle=batch is None)
+            if batch is None:
+                continue
+            result = await loop.run_in_executor(self._compute, self._engine.run, batch, self._pushes.hook(batch))
+            update = self._engine.update(batch, result)
+            self._pushes.first_tokens(update.deltas)
+            self._publish(update)
+            await self._channel.drain()
+            self._work.set()
+
+    async def watch(self) -> None:
+        """Fails what is overdue, whether steps run or not."""
+        while True:
+            if self._engine.expire(time.monotonic()):
+                self._changed()
+            deadline = self._engine.next_deadline()
+            await asyncio.sleep(0.25 if deadline is None else min(0.25, max(0.0, deadline - time.monotonic())))
+
+    def _changed(self) -> None:
+        """Something may be said, or be possible, that was not before."""
+        self._work.set()
+
+    def _publish(self, update: StepUpdate, *, idle: bool = False) -> None:
+        """Tokens and news, if there are any; when there is nothing to do also the bare state."""
+        notices, self._notices = [*self._notices, *update.notices], []
+        if not (update.deltas or notices or idle):
+            return
+        stats = self._engine.stats(self._counters())
+        self._channel.send(m.StepOutput(deltas=tuple(update.deltas), notices=tuple(notices), stats=stats))
+        for request_id in {*(d.request_id for d in update.deltas), *(n.request_id for n in notices)}:
+            if request_id not in self._engine.request_ids:
+                self._routers.pop(request_id, None)
+
+    def _counters(self) -> m.TransferCounters:
+        counted, transport = self._port.counters, self._port.transport
+        return m.TransferCounters(
+            payload_bytes_sent=counted.payload_bytes_sent,
+            payload_bytes_received=counted.payload_bytes_received,
+            bytes_sent=transport.bytes_sent,
+            bytes_received=transport.bytes_received,
+            transfers_completed=counted.transfers_completed,
+            transfers_failed=counted.transfers_failed,
+            seconds=counted.seconds,
+            payload_bytes_overlapped=counted.payload_bytes_overlapped,
+        )
+
+    # Messages.
+
+    def handle(self, message: m.ToEngine) -> None:
+        """What the message asks for is done when this returns, or begins. Errors are the asker's, and end nothing else."""
+        match message:
+            case m.Reserve(call=call):
+                self._answer(call, lambda: self._reserve(message))
+            case m.Prefill(request=request, ticket=ticket):
+                self._or_fail(request, lambda: self._prefill(request, ticket))
+            case m.Submit(request=request, router_id=router_id):
+                self._routers[request.request_id] = router_id
+                self._or_fail(request, lambda: self._engine.add(request))
+            case m.Abort(request_ids=request_ids):
+                self._abort(request_ids)
+            case m.AbortRouter(router_id=router_id):
+                self._abort(tuple(key for key, value in self._routers.items() if value == router_id))
+            case m.Inspect(call=call):
+                self._answer(call, lambda: self._inspect(call))
+            case m.SetHold(call=call, point=point, after_frames=after_frames):
+                self._answer(call, lambda: self._set_hold(call, point, after_frames))
+            case m.Start() | m.Shutdown():
+                raise Internal(f"a {type(message).__name__} at the wrong time")
+            case _:
+                assert_never(message)
+        self._changed()
+
+    def _answer(self, call: int, act: Callable[[], m.FromEngine]) -> None:
+        try:
+            self._channel.send(act())
+        except KvrelayError as error:
+            self._channel.send(m.Failed(call=call, code=error.code, message=error.message))
+
+    def _or_fail(self, request: EngineRequest, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except KvrelayError as error:
+            self._notices.append(
+                m.Notice(request_id=request.request_id, kind=m.RequestFailed(code=error.code, message=error.message))
+            )
+
+    def _reserve(self, message: m.Reserve) -> m.Reserved:
+        request = message.request
+        self._routers[request.request_id] = message.router_id
+        if message.local_prefill:
+            found = self._engine.reserve_local(request, message.attempt)
+            return m.Reserved(call=message.call, ticket=None, num_cached_tokens=found)
+        reservation = self._engine.reserve(request, message.attempt)
+        timeout_ms = min(request.timeout_ms, self._config.ticket_timeout_ms)
+        ticket = self._tickets.grant(reservation, timeout_ms)
+        return m.Reserved(call=message.call, ticket=ticket, num_cached_tokens=reservation.num_cached)
+
+    def _prefill(self, request: EngineRequest, ticket: Ticket) -> None:
+        seq = self._engine.prefill(request)
+        try:
+            self._pushes.start(request, ticket, seq)
+        except KvrelayError:
+            self._engine.abort((request.request_id,))
+            self._engine.push_done(request.request_id)
+            raise
+
+    def _abort(self, request_ids: tuple[RequestId, ...]) -> None:
+        self._engine.abort(request_ids)
+        for request_id in request_ids:
+            self._routers.pop(request_id, None)
+
+    def _inspect(self, call: int) -> m.Inspected:
+        inspection = self._engine.inspect(self._counters(), self._port.staging_bytes)
+        return m.Inspected(call=call, inspection=inspection)
+
+    def _set_hold(self, call: int, point: str, after_frames: int) -> m.Done:
+        if not self._config.test_hooks:
+            raise InvalidRequest("the engine was started without test hooks", "point")
+        match point:
+            case "":
+                self._held = False
+                self._port.sender.release()
+            case "push":
+                self._port.sender.hold(after_frames)
+            case "prefill" | "decode":
+                self._held = True
+            case _:
+                raise InvalidRequest(f"no hold point {point!r}; there are {', '.join(HOLDS)}", "point")
+        return m.Done(call=call)
+
+    # What the transfer says, and what it is told.
+
+    def _push_ended(self, request_id: RequestId, end: m.PushCompleted | m.PushFailed) -> None:
+        self._engine.push_done(request_id)
+        self._notices.append(m.Notice(request_id=request_id, kind=end))
+        self._changed()
+
+    def _transfer_failed(self, request_id: RequestId, attempt: int, error: KvrelayError) -> None:
+        kind = m.PushFailed(code=error.code, message=error.message)
+        self._notices.append(m.Notice(request_id=request_id, attempt=attempt, kind=kind))
+        self._changed()
+
+    def push_aborted(self, request_id: RequestId) -> None:
+        self._pushes.abort(request_id)
+
+    def reservation_over(self, request_id: RequestId) -> None:
+        self._tickets.close(request_id)
