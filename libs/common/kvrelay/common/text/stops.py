@@ -19,7 +19,7 @@ class StopPatterns:
         self.firsts = frozenset(stop[0] for stop in self.stops)
 
 
-def _borders(stop: str) -> array[int]:
+def _borders(stop: str) -> "array[int]":
     """Entry k: the length of the longest proper prefix of stop[:k] that ends it as well."""
     borders = array("l", [0, 0])
     length = 0
