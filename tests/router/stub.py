@@ -37,6 +37,9 @@ class StubRouter:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.prepared: list[GenerateInput] = []
         self.generated: list[RequestId] = []
         self.running: dict[RequestId, asyncio.Event] = {}
@@ -78,8 +81,10 @@ class StubRouter:
             raise InvalidRequest("timeout_ms must be positive", "timeout_ms")
         room = MAX_LEN - len(tokens)
         sampling = source.sampling
-        if room < 1 or (sampling.max_tokens or 1) > room:
-            raise InvalidRequest(f"This model's maximum context length is {MAX_LEN} tokens.", "prompt")
+        if room < 1:
+            raise InvalidRequest(f"the prompt is over {MAX_LEN} tokens", _field(source.prompt))
+        if (sampling.max_tokens or 1) > room:
+            raise InvalidRequest(f"prompt and output are over {MAX_LEN} tokens", "max_tokens")
         sampling = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens or room, seed=sampling.seed or 0)
         self.prepared.append(source)
         request = EngineRequest(
@@ -102,7 +107,7 @@ class StubRouter:
         else:
             tokens = await self.tokenize(MODEL, prompt)
         if not tokens:
-            raise InvalidRequest("the prompt is empty", "messages" if isinstance(prompt, Chat) else "prompt")
+            raise InvalidRequest("the prompt is empty", _field(prompt))
         return tokens
 
     async def generate(self, prepared: PreparedRequest) -> AsyncGenerator[Event, None]:
@@ -179,6 +184,10 @@ class StubRouter:
         if not all(0 <= token < VOCAB for token in token_ids):
             raise InvalidRequest("a token id is outside the vocabulary", "tokens")
         return _text(token_ids)
+
+
+def _field(prompt: str | tuple[int, ...] | Chat) -> str:
+    return "messages" if isinstance(prompt, Chat) else "prompt"
 
 
 def _speak(prepared: PreparedRequest, choice: int) -> list[ChoiceEvent]:

@@ -1,27 +1,13 @@
 """One table of cases through both fronts, with equal results: HTTP whole, HTTP streamed, gRPC."""
 
-from collections.abc import AsyncGenerator
-
 import pytest
-import pytest_asyncio
 
 from tests.router.answers import Answer, ask_grpc, ask_http, ask_stream
 from tests.router.cases import BAD, GOOD, Case
-from tests.router.stack import Fronts, fronts_of
+from tests.router.stack import Fronts
 from tests.router.stub import MODEL, StubRouter
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest.fixture(scope="module")
-def router() -> StubRouter:
-    return StubRouter()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(router: StubRouter) -> AsyncGenerator[Fronts, None]:
-    async with fronts_of(router) as running:
-        yield running
 
 
 async def ask_all(fronts: Fronts, case: Case, model: str) -> tuple[Answer, Answer, Answer]:
@@ -33,8 +19,8 @@ async def ask_all(fronts: Fronts, case: Case, model: str) -> tuple[Answer, Answe
 
 
 @pytest.mark.parametrize("case", GOOD, ids=lambda case: case.name)
-async def test_answers_are_equal(served: Fronts, case: Case) -> None:
-    whole, streamed, rpc = await ask_all(served, case, MODEL)
+async def test_answers_are_equal(fronts: Fronts, case: Case) -> None:
+    whole, streamed, rpc = await ask_all(fronts, case, MODEL)
     assert whole.error == ""
     assert whole == streamed
     assert whole == rpc
@@ -51,25 +37,25 @@ async def test_answers_are_equal(served: Fronts, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.name)
-async def test_errors_are_equal(served: Fronts, router: StubRouter, case: Case) -> None:
-    generated = len(router.generated)
-    whole, streamed, rpc = await ask_all(served, case, MODEL)
+async def test_errors_are_equal(fronts: Fronts, stub: StubRouter, case: Case) -> None:
+    generated = len(stub.generated)
+    whole, streamed, rpc = await ask_all(fronts, case, MODEL)
     assert (whole.error, whole.param) == (case.error, case.param_in_http)
     assert (streamed.error, streamed.param) == (case.error, case.param_in_http)
     assert (rpc.error, rpc.param) == (case.error, case.param)
-    assert len(router.generated) == generated, "a pod was touched"
+    assert len(stub.generated) == generated, "a pod was touched"
 
 
-async def test_seeded_choices_differ_and_repeat(served: Fronts) -> None:
+async def test_seeded_choices_differ_and_repeat(fronts: Fronts) -> None:
     case = Case("n", sampling={"max_tokens": 8, "n": 3, "seed": 3})
-    first, second = await ask_http(served.http, case, MODEL), await ask_http(served.http, case, MODEL)
+    first, second = await ask_http(fronts.http, case, MODEL), await ask_http(fronts.http, case, MODEL)
     assert first == second
     assert len({choice.text for choice in first.choices.values()}) == 3
 
 
-async def test_a_stop_string_ends_the_text_before_it(served: Fronts) -> None:
+async def test_a_stop_string_ends_the_text_before_it(fronts: Fronts) -> None:
     case = Case("stop", sampling={"max_tokens": 40, "seed": 0, "stop": ("baton", "passes the")}, prompt="go")
-    whole, streamed, rpc = await ask_all(served, case, MODEL)
+    whole, streamed, rpc = await ask_all(fronts, case, MODEL)
     assert whole == streamed == rpc
     assert whole.choices[0].text == "The relay "
     assert (whole.choices[0].finish, whole.choices[0].stop_reason) == ("stop", "passes the")

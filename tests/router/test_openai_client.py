@@ -6,17 +6,18 @@ from collections.abc import AsyncGenerator
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
 from kvrelay.common.errors import Internal, Overloaded, Unavailable
 from tests.router.stack import Fronts, Settings, fronts_of
 from tests.router.stub import MODEL, SPEECH, StubRouter
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def client(fronts: Fronts) -> AsyncGenerator[AsyncOpenAI, None]:
     async with AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="any", max_retries=0) as client:
         yield client

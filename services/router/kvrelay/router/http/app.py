@@ -42,5 +42,6 @@ def build_app(router: Inference, settings: FrontSettings, registry: CollectorReg
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(Gate, keys=ApiKeys(settings.api_keys), metrics=FrontMetrics(registry))
+    paths: dict[object, str] = {route.endpoint: route.path for route in routes}
+    app.add_middleware(Gate, keys=ApiKeys(settings.api_keys), metrics=FrontMetrics(registry), paths=paths)
     return app

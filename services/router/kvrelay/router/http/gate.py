@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 
 import orjson
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -63,10 +63,12 @@ class Answer:
 class Gate:
     """ASGI middleware around all routes."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: FrontMetrics) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: FrontMetrics, paths: Mapping[object, str]) -> None:
+        """`paths`: of each endpoint, what its route is called in metrics."""
         self._app = app
         self._keys = keys
         self._metrics = metrics
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,8 +93,8 @@ class Gate:
         self._metrics.errors.labels(error.code).inc()
         await send_error(answer, error)
 
-    def _count(self, scope: MutableMapping[str, object], answer: Answer, seconds: float) -> None:
-        route = str(getattr(scope.get("route"), "path", "none"))
+    def _count(self, scope: Scope, answer: Answer, seconds: float) -> None:
+        route = self._paths.get(scope.get("endpoint"), "none")
         self._metrics.requests.labels(route, str(answer.status or _GONE)).inc()
         self._metrics.seconds.labels(route).observe(seconds)
 
