@@ -1,0 +1,125 @@
+"""Where the KV lies: one tensor for all layers, in blocks, and its rows as plain bytes for the transfer."""
+
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrelay.common.errors import Unsupported
+from kvrelay.common.ids import Fingerprint
+from kvrelay.common.layout import KvDtype, KvGroup, KvGroupKind, KvLayout
+from kvrelay.engine import convert
+from kvrelay.engine.models.config import ModelConfig
+
+TORCH_DTYPES = {
+    KvDtype.FLOAT32: torch.float32,
+    KvDtype.BFLOAT16: torch.bfloat16,
+    KvDtype.FLOAT16: torch.float16,
+}
+
+
+def kv_dtype_of(name: str, model_dtype: torch.dtype) -> KvDtype:
+    """Of the option `kv_dtype`; auto is the model's. Raises Unsupported."""
+    if name == "auto":
+        return next(kv for kv, dtype in TORCH_DTYPES.items() if dtype is model_dtype)
+    if KvDtype(name) not in TORCH_DTYPES:
+        raise Unsupported(f"a KV cache of {name} is not supported", "kv_dtype")
+    return KvDtype(name)
+
+
+class KvCache:
+    """`data` [layers, 2, num_blocks, block_size, Hkv, D]: a token's keys in one layer are one contiguous row.
+
+    The pages are the system's zeros until they are first written: memory grows with use, and what was never written
+    is finite. Whose a block is, the block pool says; nothing here checks it.
+    A slot is block × block_size + offset.
+    """
+
+    def __init__(self, model: ModelConfig, dtype: KvDtype, block_size: int, kv_cache_bytes: int) -> None:
+        """As many blocks as fit into `kv_cache_bytes`. Raises Unsupported where not two do."""
+        self.dtype = dtype
+        self.block_size = block_size
+        self._model = model
+        row_bytes = model.kv_size * dtype.itemsize
+        block_bytes = model.num_layers * 2 * block_size * row_bytes
+        self.num_blocks = kv_cache_bytes // block_bytes
+        if self.num_blocks < 2:
+            raise Unsupported(
+                f"kv_cache_bytes {kv_cache_bytes} is under two blocks of {block_bytes} bytes", "kv_cache_bytes"
+            )
+        num_slots = self.num_blocks * block_size
+        memory = mmap.mmap(-1, self.num_blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raw = np.frombuffer(memory, np.dtype(f"u{dtype.itemsize}"))
+        self._rows = raw.reshape(model.num_layers, 2, num_slots, model.kv_size)
+        self.data = (
+            torch.frombuffer(memory, dtype=torch.uint8)
+            .view(TORCH_DTYPES[dtype])
+            .view(model.num_layers, 2, self.num_blocks, block_size, model.num_kv_heads, model.head_dim)
+        )
+        # Views for attention, made once: a layer's keys and values by slot, and both by block (values after all keys).
+        self._keys = [layer[0].view(num_slots, model.kv_size) for layer in self.data]
+        self._values = [layer[1].view(num_slots, model.kv_size) for layer in self.data]
+        self._blocks = [layer.flatten(0, 1) for layer in self.data]
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token in one layer."""
+        return 2 * self._model.kv_size * self.dtype.itemsize
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keys and values [T, Hkv, D] into `slots` int64 [T]."""
+        self._keys[layer].index_copy_(0, slots, k.flatten(1).to(self.data.dtype))
+        self._values[layer].index_copy_(0, slots, v.flatten(1).to(self.data.dtype))
+
+    def gather(self, layer: int, indices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Blocks into `out` [len(indices), block_size, Hkv, D]; block b's keys are index b, its values b + num_blocks."""
+        return torch.index_select(self._blocks[layer], 0, indices, out=out)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Each source block onto its target, in order, in all layers."""
+        for source, target in pairs:
+            self.data[:, :, target].copy_(self.data[:, :, source])
+
+    def slots(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> NDArray[np.int64]:
+        """Where a sequence's tokens lie, whose blocks are `blocks`."""
+        first_block = first_token // self.block_size
+        end_block = -(-(first_token + num_tokens) // self.block_size)
+        starts = np.asarray(blocks[first_block:end_block], np.int64) * self.block_size
+        slots: NDArray[np.int64] = (starts[:, None] + np.arange(self.block_size)).reshape(-1)
+        offset = first_token - first_block * self.block_size
+        return slots[offset : offset + num_tokens]
+
+    def read_rows(self, layer: int, slots: NDArray[np.int64], out: NDArray[np.uint8], dtype: KvDtype) -> None:
+        """The keys' rows of `slots` and then the values', as `dtype`, into `out`. Uses no thread of torch's."""
+        rows = out.view(convert.STORAGE[dtype]).reshape(2, len(slots), self._model.kv_size)
+        for side in range(2):
+            if dtype is self.dtype:
+                # A mode other than raise writes into `out` without a copy between; slots are the pool's own.
+                np.take(self._rows[layer, side], slots, axis=0, out=rows[side], mode="clip")
+            else:
+                convert.convert(self._rows[layer, side][slots], self.dtype, rows[side], dtype)
+
+    def write_rows(self, layer: int, slots: NDArray[np.int64], data: NDArray[np.uint8], dtype: KvDtype) -> None:
+        """What `read_rows` gave, into `slots`."""
+        rows = data.view(convert.STORAGE[dtype]).reshape(2, len(slots), self._model.kv_size)
+        for side in range(2):
+            if dtype is self.dtype:
+                self._rows[layer, side][slots] = rows[side]
+            else:
+                converted = np.empty(rows[side].shape, self._rows.dtype)
+                convert.convert(rows[side], dtype, converted, self.dtype)
+                self._rows[layer, side][slots] = converted
+
+    def layout(self, fingerprint: Fingerprint) -> KvLayout:
+        group = KvGroup(
+            kind=KvGroupKind.FULL,
+            layers=tuple(range(self._model.num_layers)),
+            block_size=self.block_size,
+            dtype=self.dtype,
+            num_kv_heads=self._model.num_kv_heads,
+            head_dim=self._model.head_dim,
+            shard_heads=self._model.num_kv_heads,
+        )
+        return KvLayout(fingerprint=fingerprint, groups=(group,))

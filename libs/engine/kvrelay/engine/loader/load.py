@@ -1,0 +1,95 @@
+"""Loads a model: finds the checkpoint, reads its configuration, builds the model from its tensors."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kvrelay.common.errors import Unsupported
+from kvrelay.common.ids import Fingerprint
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.loader.checkpoint import DTYPES, Checkpoint
+from kvrelay.engine.loader.dummy import open_dummy
+from kvrelay.engine.loader.fingerprint import fingerprint
+from kvrelay.engine.loader.shards import open_safetensors
+from kvrelay.engine.models.config import ModelConfig
+from kvrelay.engine.models.errors import BadWeights
+from kvrelay.engine.models.registry import CausalModel, find
+from kvrelay.engine.models.weights import Weights
+
+OnProgress = Callable[[str, int, int], None]
+"""What is being done, how far it is, how far it goes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: CausalModel
+    model_config: ModelConfig
+    fingerprint: Fingerprint
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    vocab_size: int
+
+
+def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
+    """Raises UnsupportedModel, BadWeights or Unsupported, with a message for whoever started the engine."""
+    checkpoint = _open(config)
+    architecture = find(checkpoint.config)
+    described = architecture.describe(checkpoint.config)
+    max_model_len = _max_model_len(config, described)
+    dtype = checkpoint.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    weights = Weights(checkpoint.source, dtype, lambda done, total: on_progress("loading weights", done, total))
+    with torch.inference_mode():
+        model = architecture.build(described, weights)
+    identity = fingerprint(
+        described,
+        checkpoint.files,
+        _tokenizer(config.model),
+        checkpoint.revision,
+        lambda done, total: on_progress("hashing weights", done, total),
+    )
+    eos = tuple(token for token in checkpoint.eos_token_ids if token < described.vocab_size)
+    return LoadedModel(model, described, identity, eos, max_model_len, described.vocab_size)
+
+
+def _open(config: EngineConfig) -> Checkpoint:
+    path = config.model
+    if not path.exists():
+        raise BadWeights(f"there is no model at {path}")
+    match config.load_format:
+        case "auto":
+            is_folder_of_shards = path.is_dir() and any(path.glob("*.safetensors"))
+            return open_safetensors(path) if is_folder_of_shards else _open_gguf(path)
+        case "safetensors":
+            return open_safetensors(path)
+        case "gguf":
+            return _open_gguf(path)
+        case "dummy":
+            return open_dummy(path, config.seed)
+    raise Unsupported(f"load_format {config.load_format} is not among auto, safetensors, gguf, dummy", "load_format")
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    try:
+        from kvrelay.engine.loader.ggufs import has_gguf, open_gguf
+    except ImportError as error:
+        raise BadWeights(f"{path} holds no safetensors, and GGUF needs the package gguf: {error}") from error
+    if not has_gguf(path):
+        raise BadWeights(f"{path} holds neither safetensors nor GGUF")
+    return open_gguf(path)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    asked = config.max_model_len
+    if asked is None:
+        return model.max_positions
+    if not 1 <= asked <= model.max_positions:
+        raise Unsupported(f"max_model_len must be between 1 and the model's {model.max_positions}", "max_model_len")
+    return asked
+
+
+def _tokenizer(path: Path) -> bytes:
+    """Empty where there is none beside the weights: a GGUF file holds its own, and is hashed whole."""
+    file = (path if path.is_dir() else path.parent) / "tokenizer.json"
+    return file.read_bytes() if file.is_file() else b""

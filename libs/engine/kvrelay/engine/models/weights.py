@@ -1,0 +1,58 @@
+"""Takes a checkpoint's tensors one by one, and knows at the end what is missing, left over or misshapen."""
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+import torch
+
+from kvrelay.engine.models.errors import BadWeights
+
+
+class TensorSource(Protocol):
+    """A checkpoint, under the names of Hugging Face."""
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of its own memory: nothing keeps the file mapped."""
+        ...
+
+
+class Weights:
+    """What a model is built from. Each tensor is read when it is asked for, so that few are in memory twice."""
+
+    def __init__(self, source: TensorSource, dtype: torch.dtype, on_progress: Callable[[int, int], None]) -> None:
+        self._source = source
+        self._names = frozenset(source.names())
+        self._dtype = dtype
+        self._taken: set[str] = set()
+        self._on_progress = on_progress
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """Raises BadWeights, which names the tensor, where it is missing or has another shape."""
+        if name not in self._names:
+            raise BadWeights(f"the weights lack {name}")
+        found = self._source.shape(name)
+        if found != shape:
+            raise BadWeights(f"{name} has the shape {list(found)}, not {list(shape)}")
+        tensor = self._source.read(name, self._dtype)
+        self._taken.add(name)
+        self._on_progress(len(self._taken), len(self._names))
+        return tensor
+
+    def merge(self, names: tuple[str, ...], rows: tuple[int, ...], *rest: int) -> torch.Tensor:
+        """Several tensors, of `rows` rows each, one under the other."""
+        return torch.cat([self.take(name, count, *rest) for name, count in zip(names, rows, strict=True)])
+
+    def finish(self, ignored: Callable[[str], bool]) -> None:
+        """Raises BadWeights where tensors are left over that are not `ignored`."""
+        extra = sorted(name for name in self._names - self._taken if not ignored(name))
+        if extra:
+            more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+            raise BadWeights(f"the weights hold what this model does not use: {', '.join(extra[:3])}{more}")
