@@ -28,7 +28,7 @@ Answer = m.Reserved | m.Done | m.Inspected
 
 
 def _ignore_progress(progress: m.Progress) -> None:
-    log.info("%s: %d of %d", progress.what, progress.done, progress.total)
+    log.debug("%s: %d of %d", progress.what, progress.done, progress.total)
 
 
 class AsyncEngine:
