@@ -1,0 +1,201 @@
+"""Connections between a sender's port and a receiver's: made once a pair, kept, and made anew after a failure.
+
+    Dialer (sender's port)                     Acceptor (receiver's port)
+        connect ── Hello ─────────────────────▶ layouts fit? ── connect back
+        Link    ◀──────────── Welcome/Refused ─ Link
+        Begin, frames, Abort ─────────────────▶
+        ◀───────────────────────── Ack, Nack ──
+
+The link's id, random and chosen by the dialer, tells the acceptor who speaks: the transport itself does not say.
+"""
+
+import asyncio
+import functools
+import logging
+import secrets
+from collections.abc import Callable
+
+from kvrelay.common.errors import IncompatibleLayout, KvrelayError, TransferFailed, error_from
+from kvrelay.common.layout import check_compatible
+from kvrelay.transfer import control
+from kvrelay.transfer.control import Hello, Identity, Refused, Welcome
+from kvrelay.transfer.counters import Counters
+from kvrelay.transfer.transport import Peer, Transport
+
+log = logging.getLogger(__name__)
+
+MAX_LINKS = 4096
+REFUSED_SECONDS = 1.0
+
+
+class Link:
+    """One open connection, at either end. `window` bounds the frames in flight over it."""
+
+    def __init__(self, number: int, peer: Peer, remote: Identity, depth: int) -> None:
+        self.number = number
+        self.peer = peer
+        self.remote = remote
+        self.window = asyncio.Semaphore(depth)
+
+    def tell(self, message: control.Control) -> None:
+        tell(self.peer, message)
+
+
+def tell(peer: Peer, message: control.Control) -> None:
+    """Sends and does not wait: whoever needs to know whether it arrived waits for an answer, or for the link's loss."""
+    peer.send(control.TAG, control.encode(message)).add_done_callback(_retrieve)
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        log.debug("a control message was not sent: %s", error)
+
+
+LostCallback = Callable[[Link, TransferFailed], None]
+
+
+class Dialer:
+    """Links to receivers, by address. `on_lost` is called once for each link that breaks."""
+
+    def __init__(
+        self, transport: Transport, identity: Identity, counters: Counters, depth: int, timeout_seconds: float
+    ) -> None:
+        self._transport = transport
+        self._identity = identity
+        self._counters = counters
+        self._depth = depth
+        self._timeout_seconds = timeout_seconds
+        self._dials: dict[bytes, asyncio.Task[Link]] = {}
+        self._answers: dict[int, asyncio.Future[Welcome]] = {}
+        self.on_lost: LostCallback = lambda link, error: None
+
+    async def connect(self, address: bytes) -> Link:
+        """The open link to a receiver's transport address. Raises IncompatibleLayout, TransferFailed."""
+        dial = self._dials.get(address)
+        if dial is None:
+            dial = self._dials[address] = asyncio.create_task(self._dial(address))
+            dial.add_done_callback(functools.partial(self._dialed, address))
+        return await asyncio.shield(dial)
+
+    def _dialed(self, address: bytes, dial: asyncio.Task[Link]) -> None:
+        if (dial.cancelled() or dial.exception() is not None) and self._dials.get(address) is dial:
+            del self._dials[address]
+
+    async def _dial(self, address: bytes) -> Link:
+        number = secrets.randbits(63)
+        answer: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        links: list[Link] = []
+
+        def lost(error: TransferFailed) -> None:
+            if not answer.done():
+                answer.set_exception(error)
+            for link in links:
+                self._lost(address, link, error)
+
+        try:
+            peer = self._transport.connect(address, lost)
+            try:
+                hello = Hello(
+                    protocol=control.PROTOCOL,
+                    link=number,
+                    address=self._transport.address,
+                    identity=self._identity,
+                )
+                tell(peer, hello)
+                async with asyncio.timeout(self._timeout_seconds):
+                    welcome = await answer
+                check_compatible(self._identity.layout, welcome.identity.layout)
+                if peer.closed:
+                    raise TransferFailed("the connection was lost during the handshake")
+                links.append(Link(number, peer, welcome.identity, self._depth))
+            except TimeoutError:
+                raise TransferFailed(f"no answer to the handshake within {self._timeout_seconds:g} s") from None
+            finally:
+                if not links:
+                    peer.close()
+        finally:
+            del self._answers[number]
+        self._counters.links_opened += 1
+        return links[0]
+
+    def drop(self, link: Link, error: TransferFailed) -> None:
+        """Breaks a link that does not move."""
+        for address, dial in tuple(self._dials.items()):
+            if dial.done() and dial.result() is link:
+                link.peer.close()
+                self._lost(address, link, error)
+
+    def _lost(self, address: bytes, link: Link, error: TransferFailed) -> None:
+        self._dials.pop(address, None)
+        self._counters.links_lost += 1
+        self.on_lost(link, error)
+
+    def on_welcome(self, message: Welcome) -> None:
+        answer = self._answers.get(message.link)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def on_refused(self, message: Refused) -> None:
+        self._counters.links_refused += 1
+        answer = self._answers.get(message.link)
+        if answer is not None and not answer.done():
+            answer.set_exception(error_from(message.code, message.message))
+
+    async def close(self) -> None:
+        dials = list(self._dials.values())
+        self._dials.clear()
+        for dial in dials:
+            dial.cancel()
+        await asyncio.gather(*dials, return_exceptions=True)
+
+
+class Acceptor:
+    """Links from senders, by their number. A sender that comes back takes the place of its former self."""
+
+    def __init__(self, transport: Transport, identity: Identity, counters: Counters, depth: int) -> None:
+        self._transport = transport
+        self._identity = identity
+        self._counters = counters
+        self._depth = depth
+        self._links: dict[int, Link] = {}
+        self.on_lost: LostCallback = lambda link, error: None
+
+    def get(self, number: int) -> Link | None:
+        return self._links.get(number)
+
+    def on_hello(self, hello: Hello) -> None:
+        if hello.link in self._links or len(self._links) >= MAX_LINKS:
+            raise TransferFailed("this link is open already, or there are too many")
+        peer = self._transport.connect(hello.address, functools.partial(self._lost, hello.link))
+        try:
+            if hello.protocol != control.PROTOCOL:
+                raise IncompatibleLayout(f"transfer protocol {hello.protocol} here, {control.PROTOCOL} there")
+            check_compatible(hello.identity.layout, self._identity.layout)
+        except IncompatibleLayout as error:
+            self._refuse(peer, hello, error)
+            return
+        for former in tuple(self._links.values()):
+            if former.remote.place == hello.identity.place:
+                self.drop(former, TransferFailed("the sender connected anew"))
+        link = self._links[hello.link] = Link(hello.link, peer, hello.identity, self._depth)
+        self._counters.links_opened += 1
+        link.tell(Welcome(link=hello.link, identity=self._identity))
+
+    def _refuse(self, peer: Peer, hello: Hello, error: KvrelayError) -> None:
+        """The refusal must arrive, so the peer is closed a while after; sooner, when the sender closes it."""
+        self._counters.links_refused += 1
+        message = error.message[: control.MAX_TEXT]
+        tell(peer, Refused(link=hello.link, code=error.code, message=message))
+        asyncio.get_running_loop().call_later(REFUSED_SECONDS, peer.close)
+
+    def drop(self, link: Link, error: TransferFailed) -> None:
+        if self._links.get(link.number) is link:
+            link.peer.close()
+            self._lost(link.number, error)
+
+    def _lost(self, number: int, error: TransferFailed) -> None:
+        link = self._links.pop(number, None)
+        if link is not None:
+            self._counters.links_lost += 1
+            self.on_lost(link, error)
