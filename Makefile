@@ -34,6 +34,7 @@ $(MODEL): | $(STAMP)
 	@$(BIN)/kvrelay model
 
 setup: $(STAMP) $(MODEL) ## the environment in .venv and the bundled model; quick when done
+	@:
 
 model: $(STAMP) ## the bundled model alone
 	@$(BIN)/kvrelay model

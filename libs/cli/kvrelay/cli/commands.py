@@ -79,7 +79,6 @@ def _redis(port: int, run_dir: Path) -> Command:
 def _pod(options: StackOptions, name: str, kind: str, redis_url: str, ports: tuple[int, int]) -> Command:
     service = "prefill" if kind == "prefill" else "decode"
     line = [sys.executable, "-m", f"kvrelay.{service}.main", "--model", str(options.model)]
-    line += ["--served-model-name", options.served_model_name]
     line += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1]), "--redis-url", redis_url]
     line += ["--cluster", options.cluster, "--index", name.rpartition("-")[2]]
     line += ["--engine", options.engine, "--threads", str(options.threads_per_pod)]

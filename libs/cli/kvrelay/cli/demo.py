@@ -45,7 +45,8 @@ def run_demo(args: argparse.Namespace, console: Console) -> int:
         stack = Stack(options, args.run_dir, watch=watch)
         stack.start()
     try:
-        _ask(stack, args.prompt or PROMPT, console)
+        # What was asked, answered and done is the demo's output; progress is not.
+        _ask(stack, args.prompt or PROMPT, Console())
     finally:
         with console.status("stopping"):
             stack.stop()

@@ -64,6 +64,10 @@ class Node:
     def http_port(self) -> int:
         return self._entry.http_port
 
+    @property
+    def grpc_port(self) -> int:
+        return self._entry.grpc_port
+
     def readiness(self) -> Readiness:
         """What its /readyz says; not ready where it does not answer."""
         try:
@@ -104,12 +108,10 @@ class Node:
 
 
 def _described(answer: httpx.Response) -> str:
-    if answer.status_code == 200:
-        return "ready"
+    """The reason that the answer gives, bounded; the router gives one also when it is ready."""
     try:
         body = answer.json()
     except ValueError:
-        return answer.text[:60] or f"status {answer.status_code}"
-    if isinstance(body, dict):
-        return str(body.get("reason") or body.get("status") or body)[:80]
-    return str(body)[:80]
+        return f"status {answer.status_code}"
+    reason = body.get("reason") if isinstance(body, dict) else None
+    return str(reason or f"status {answer.status_code}")[:120]

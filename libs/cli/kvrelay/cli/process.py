@@ -34,7 +34,9 @@ class Process:
 
     def members(self) -> list[int]:
         """The pids of the process and of the children that it started, living ones."""
-        return sorted(pid for pid in _all_pids() if _carries(pid, self.launch_id))
+        found = {pid for pid in _all_pids() if _carries(pid, self.launch_id)}
+        # Some servers overwrite their environment with a title: the process itself is known without it.
+        return sorted(found | {self.pid}) if self.alive else sorted(found)
 
     def signal(self, number: int) -> None:
         """To the process itself; nothing where it is gone."""

@@ -6,6 +6,8 @@ with Stack(StackOptions(model=directory, free_ports=True), run_dir) as stack:
 """
 
 import fcntl
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ READY_SECONDS = 180.0
 STOP_SECONDS = 15.0
 POLL_SECONDS = 0.1
 LOG_LINES = 20
+KNOWN_PODS = re.compile(r"(\d+) prefill and (\d+) decode pods")
+"""In the reason that the router's /readyz gives."""
 
 Watcher = Callable[[Mapping[str, str]], None]
 """Is told, again and again during the start, what each process is doing, by its name."""
@@ -132,7 +136,7 @@ class Stack:
             nodes = [node for node in self._nodes if node.kind in kinds]
             for node in nodes:
                 node.resume()
-                node.process.signal(15)
+                node.process.signal(signal.SIGTERM)
             end = time.monotonic() + STOP_SECONDS
             for node in nodes:
                 if not node.process.wait(max(0.0, end - time.monotonic())):
@@ -177,14 +181,23 @@ class Stack:
             time.sleep(POLL_SECONDS)
 
     def _pending(self) -> dict[str, str]:
-        """By name, what those that are not ready are doing. The router is asked after the pods, for it needs them."""
+        """By name, what those that are not ready are doing."""
         pending: dict[str, str] = {}
         for node in self._nodes:
-            if node.http_port:
-                seen = node.readiness()
-                if not seen.ready:
-                    pending[node.name] = seen.text
+            if not node.http_port:
+                continue
+            seen = node.readiness()
+            if not seen.ready or (node.kind == "router" and not self._knows_all(seen.text)):
+                pending[node.name] = seen.text
         return pending
+
+    def _knows_all(self, reason: str) -> bool:
+        """The router serves with the first decode pod that it finds; a stack is whole when it has found them all."""
+        found = KNOWN_PODS.search(reason)
+        if found is None:
+            return False
+        options = self.options
+        return int(found[1]) >= options.prefill and int(found[2]) >= options.decode + options.both
 
     def _report(self, node: Node, what: str) -> str:
         return f"{node.name} {what}; the end of {node.process.log}:\n{node.process.tail(LOG_LINES)}"

@@ -49,7 +49,7 @@ def load(run_dir: Path) -> State | None:
     except FileNotFoundError:
         return None
     try:
-        return msgspec.json.decode(data, type=State)
+        return msgspec.json.decode(data, type=State, dec_hook=_decode)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{run_dir / FILE} is not a stack's state: {error}") from error
 
@@ -65,6 +65,12 @@ def _encode(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} does not belong into a state")
+
+
+def _decode(kind: type, value: object) -> object:
+    if kind is Path:
+        return Path(str(value))
+    raise NotImplementedError(f"{kind.__name__} does not belong into a state")
 
 
 def discard(run_dir: Path) -> None:

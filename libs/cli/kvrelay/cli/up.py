@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -148,12 +149,14 @@ def run_status(args: argparse.Namespace, console: Console) -> int:
     if stack is None:
         console.print(f"nothing is up in {args.run_dir}")
         return 1
-    console.print(status_table(stack))
+    Console().print(status_table(stack))
     return 0 if stack.ready else 1
 
 
 def status_table(stack: Stack) -> Table:
-    table = Table("name", "state", "pid", "HTTP", "gRPC", "requests", "free / all blocks", "sent", "received")
+    table = Table()
+    for heading in ("name", "state", "pid", "HTTP", "gRPC", "requests", "blocks", "free", "sent", "received"):
+        table.add_column(heading, no_wrap=True)
     for node in stack.nodes:
         table.add_row(*_row(node))
     return table
@@ -161,18 +164,17 @@ def status_table(stack: Stack) -> Table:
 
 def _row(node: Node) -> tuple[str, ...]:
     if not node.alive:
-        return node.name, "[red]dead[/]", str(node.pid), *[""] * 6
+        return node.name, "[red]dead[/]", str(node.pid)
     if node.kind == "redis":
-        return node.name, "up", str(node.pid), "", node.grpc_address, *[""] * 4
-    ready = node.readiness()
-    shown = f"[green]{ready.text}[/]" if ready.ready else f"[yellow]{ready.text}[/]"
-    known = node.name, shown, str(node.pid), node.http_address, node.grpc_address
+        return node.name, "up", str(node.pid), "", str(node.grpc_port)
+    seen = node.readiness()
+    shown = "[green]ready[/]" if seen.ready else f"[yellow]{escape(seen.text)}[/]"
+    known = node.name, shown, str(node.pid), str(node.http_port), str(node.grpc_port)
     report = inspect(node.grpc_address) if node.kind != "router" else None
     if report is None:
-        return *known, *[""] * 4
-    blocks = f"{report.free_blocks} / {report.num_blocks}"
-    sent, received = mebibytes(report.payload_bytes_sent), mebibytes(report.payload_bytes_received)
-    return *known, str(report.num_requests), blocks, sent, received
+        return known
+    blocks = str(report.num_requests), str(report.num_blocks), str(report.free_blocks)
+    return *known, *blocks, mebibytes(report.payload_bytes_sent), mebibytes(report.payload_bytes_received)
 
 
 def mebibytes(count: int) -> str:

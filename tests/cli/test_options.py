@@ -1,0 +1,99 @@
+"""Options, ports and command lines of a stack."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvrelay.cli.client import ApiError, Chunk, events
+from kvrelay.cli.commands import plan
+from kvrelay.cli.main import parser
+from kvrelay.cli.options import StackOptions, flags, pairs
+from kvrelay.cli.ports import free_ports, is_free
+from kvrelay.cli.state import State, load, save
+from kvrelay.cli.up import stack_options
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prefill": -1}, "prefill"),
+        ({"decode": 0}, "decode pod"),
+        ({"decode": 11}, "free ports"),
+        ({"engine": "real"}, "engine"),
+        ({"threads": -1}, "threads"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StackOptions(model=Path("m"), **changes)  # type: ignore[arg-type]
+
+
+def test_flags_and_pairs() -> None:
+    options = pairs(["block-size=32", "test-hooks", "x=a=b"])
+    assert options == {"block-size": "32", "test-hooks": True, "x": "a=b"}
+    assert flags({**options, "off": False}) == ["--block-size", "32", "--test-hooks", "--x", "a=b"]
+    with pytest.raises(ValueError, match="name=value"):
+        pairs(["=1"])
+
+
+@pytest.mark.parametrize(
+    ("line", "pods"),
+    [
+        ([], (1, 1, 0)),
+        (["--both", "1"], (0, 0, 1)),
+        (["--prefill", "2", "--decode", "3"], (2, 3, 0)),
+        (["--prefill", "1", "--both", "2"], (1, 0, 2)),
+    ],
+)
+def test_pods_of_a_command_line(line: list[str], pods: tuple[int, int, int]) -> None:
+    options = stack_options(parser().parse_args(["up", *line, "--dtype", "float32", "--test-hooks"]))
+    assert (options.prefill, options.decode, options.both) == pods
+    assert options.engine_options == {"dtype": "float32", "test-hooks": True}
+
+
+def test_the_documented_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.cli.commands.is_free", lambda port: True)
+    commands = plan(StackOptions(model=Path("m"), prefill=2, decode=1, both=1, redis_url="redis://h:1"), tmp_path)
+    assert [(command.name, command.grpc_port, command.http_port) for command in commands] == [
+        ("prefill-0", 9100, 9101),
+        ("prefill-1", 9110, 9111),
+        ("decode-0", 9200, 9201),
+        ("both-0", 9210, 9211),
+        ("router", 9000, 8000),
+    ]
+    assert all("redis://h:1" in command.line for command in commands)
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert not is_free(port)
+        options = StackOptions(model=Path("m"), http_port=port, redis_url="redis://h:1")
+        with pytest.raises(OSError, match=f"port {port}, for router"):
+            plan(options, tmp_path)
+
+
+def test_free_ports_differ() -> None:
+    assert len(set(free_ports(50))) == 50
+
+
+def test_a_state_reads_back(tmp_path: Path) -> None:
+    options = StackOptions(model=Path("/m"), engine_options={"block-size": "32", "test-hooks": True}, free_ports=True)
+    save(tmp_path, State(options=options))
+    assert load(tmp_path) == State(options=options)
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(ValueError, match="state"):
+        load(tmp_path)
+
+
+def test_events_of_a_stream() -> None:
+    lines = [": ping", 'data: {"choices": [{"text": "a"}]}', "", 'data: {"choices": [{"delta": {"content": "b"}}]}']
+    assert [chunk.text for chunk in events(iter([*lines, "data: [DONE]", "data: never"]))] == ["a", "b"]
+    with pytest.raises(ApiError, match="before it was done"):
+        list(events(iter(lines)))
+    with pytest.raises(ApiError, match="too much"):
+        list(events(iter(['data: {"error": {"message": "too much"}}'])))
+    assert Chunk().text == ""

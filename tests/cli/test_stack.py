@@ -1,0 +1,175 @@
+"""Stacks of real processes around fake engines: they start, answer, lose pods, and leave nothing."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvrelay.cli.client import Client, Timing
+from kvrelay.cli.inspection import inspect
+from kvrelay.cli.main import main
+from kvrelay.cli.options import StackOptions
+from kvrelay.cli.stack import Stack, StackFailed
+
+pytestmark = pytest.mark.e2e
+
+BODY = {"model": "smollm2", "prompt": "one two three " * 20, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+def fake(model_dir: Path, **changes: object) -> StackOptions:
+    options = StackOptions(
+        model=model_dir, engine="fake", free_ports=True, router_options={"local-prefill-tokens": "0"}
+    )
+    return replace(options, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def stack(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(fake(model_dir, prefill=2, decode=2), tmp_path_factory.mktemp("run")) as running:
+        yield running
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids)
+
+
+def ask(stack: Stack) -> Timing:
+    timing = Timing()
+    with Client(stack.url) as client:
+        assert "".join(client.stream("/v1/completions", BODY, timing))
+    return timing
+
+
+def test_a_started_stack_is_ready_and_answers(stack: Stack) -> None:
+    assert stack.ready
+    assert [node.name for node in stack.pods] == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    for node in (*stack.pods, stack.router):
+        assert httpx.get(f"{node.http_address}/readyz").status_code == 200
+    timing = ask(stack)
+    assert timing.usage.completion_tokens == 8
+    assert timing.finish_reason == "length"
+    assert timing.first is not None
+    assert 0 < timing.first <= timing.last
+
+
+def test_pods_report_what_they_moved(stack: Stack) -> None:
+    ask(stack)
+    reports = [report for node in stack.pods if (report := inspect(node.grpc_address)) is not None]
+    assert [report.role for report in reports] == ["prefill", "prefill", "decode", "decode"]
+    assert sum(report.payload_bytes_sent for report in reports) > 0
+    assert all(report.violations == () for report in reports)
+
+
+def test_a_killed_pod_is_dead_and_comes_back(stack: Stack) -> None:
+    node = stack.prefill[0]
+    former = node.pid
+    node.kill()
+    assert not node.alive
+    assert not stack.ready
+    assert inspect(node.grpc_address) is None
+    assert ask(stack).usage.completion_tokens == 8
+    node.restart()
+    stack.wait_ready(30)
+    assert node.pid != former
+    assert node.process.members()
+
+
+def test_a_paused_pod_resumes(stack: Stack) -> None:
+    node = stack.decode[1]
+    node.pause()
+    assert Path(f"/proc/{node.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    node.resume()
+    stack.wait_ready(30)
+
+
+def test_another_process_finds_and_ends_the_stack(model_dir: Path, tmp_path: Path) -> None:
+    started = Stack(fake(model_dir, prefill=0, decode=0, both=1), tmp_path)
+    started.start()
+    pids = started.pids()
+    assert len(pids) == 3
+    found = Stack.attach(tmp_path)
+    assert found is not None
+    assert found.url == started.url
+    assert found.options == started.options
+    found.stop()
+    assert gone(pids)
+    assert Stack.attach(tmp_path) is None
+    started.stop()
+
+
+def test_a_pod_that_cannot_start_ends_all_and_says_why(model_dir: Path, tmp_path: Path) -> None:
+    options = fake(model_dir, pod_options={"decode-0": {"block-size": "17"}})
+    stack = Stack(options, tmp_path)
+    with pytest.raises(StackFailed, match=r"decode-0 ended(.|\n)*block"):
+        stack.start(30)
+    assert stack.pids() == []
+    assert Stack.attach(tmp_path) is None
+
+
+def test_environment_and_options_reach_one_pod(model_dir: Path, tmp_path: Path) -> None:
+    options = fake(
+        model_dir, pod_options={"decode-0": {"fake-num-blocks": "77"}}, pod_env={"decode-0": {"MARK": "here"}}
+    )
+    with Stack(options, tmp_path) as stack:
+        report = inspect(stack.decode[0].grpc_address)
+        assert report is not None
+        assert report.num_blocks == 77
+        environ = Path(f"/proc/{stack.decode[0].pid}/environ").read_bytes().split(b"\0")
+        assert b"MARK=here" in environ
+        assert b"MARK=here" not in Path(f"/proc/{stack.prefill[0].pid}/environ").read_bytes().split(b"\0")
+
+
+def test_up_twice_and_down_twice(model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir = ["--run-dir", str(tmp_path)]
+    up = ["up", "--model", str(model_dir), "--engine", "fake", "--free-ports", *run_dir]
+    assert main(up) == 0
+    assert "ready" in capfd.readouterr().err
+    running = Stack.attach(tmp_path)
+    assert running is not None
+    pids = running.pids()
+    try:
+        assert main(up) == 0
+        assert "up already" in capfd.readouterr().err
+        assert running.pids() == pids
+        assert main([*up, "--decode", "2"]) == 1
+        assert "other options" in capfd.readouterr().err
+        assert main(["status", *run_dir]) == 0
+        assert "decode-0" in capfd.readouterr().out
+        running.router.process.signal(signal.SIGKILL)
+        assert running.router.process.wait(10)
+        assert main(["status", *run_dir]) == 1
+        assert main(up) == 1
+        assert "not ready" in capfd.readouterr().err
+    finally:
+        assert main(["down", *run_dir]) == 0
+    assert gone(pids)
+    assert main(["down", *run_dir]) == 0
+    assert "nothing is up" in capfd.readouterr().err
+
+
+def test_terminal_commands(stack: Stack, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "hello", "--url", stack.url, "--max-tokens", "5"]) == 0
+    chat = capfd.readouterr()
+    assert chat.out.strip()
+    assert "5 out" in chat.err
+    assert main(["complete", "hello there", "--url", stack.url, "--max-tokens", "5"]) == 0
+    assert capfd.readouterr().out.strip()
+    assert main(["complete", "hello", "--url", stack.url, "--model", "other"]) == 1
+    assert "other" in capfd.readouterr().err
+    assert main(["complete", "hello", "--url", "http://127.0.0.1:1"]) == 1
+    assert "does not answer" in capfd.readouterr().err
+
+
+def test_demo(model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["demo", "--model", str(model_dir), "--engine", "fake", "--run-dir", str(tmp_path)]
+    assert main([*arguments, "--prompt", "Why?\n[bold]$x"]) == 0
+    shown = capfd.readouterr().out
+    assert "Why?\n[bold]$x" in shown
+    assert "prefill-0" in shown
+    assert "bytes" in shown
+    assert "time to first token" in shown
+    assert Stack.attach(tmp_path) is None
