@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvrelay.common.errors import Unsupported
 from kvrelay.common.ids import Fingerprint
 from kvrelay.common.layout import KvDtype, KvGroup, KvGroupKind, KvLayout
-from kvrelay.engine import convert
+from kvrelay.engine.convert import convert, storage
 from kvrelay.engine.models.config import ModelConfig
 
 TORCH_DTYPES = {
@@ -92,24 +92,27 @@ class KvCache:
         return slots[offset : offset + num_tokens]
 
     def read_rows(self, layer: int, slots: NDArray[np.int64], out: NDArray[np.uint8], dtype: KvDtype) -> None:
-        """The keys' rows of `slots` and then the values', as `dtype`, into `out`. Uses no thread of torch's."""
-        rows = out.view(convert.STORAGE[dtype]).reshape(2, len(slots), self._model.kv_size)
+        """The keys' rows of `slots` and then the values', as `dtype`, into `out`. Uses no thread of torch's.
+
+        Raises IncompatibleLayout for a type that is not converted.
+        """
+        rows = out.view(storage(dtype)).reshape(2, len(slots), self._model.kv_size)
         for side in range(2):
             if dtype is self.dtype:
                 # A mode other than raise writes into `out` without a copy between; slots are the pool's own.
                 np.take(self._rows[layer, side], slots, axis=0, out=rows[side], mode="clip")
             else:
-                convert.convert(self._rows[layer, side][slots], self.dtype, rows[side], dtype)
+                convert(self._rows[layer, side][slots], self.dtype, rows[side], dtype)
 
     def write_rows(self, layer: int, slots: NDArray[np.int64], data: NDArray[np.uint8], dtype: KvDtype) -> None:
         """What `read_rows` gave, into `slots`."""
-        rows = data.view(convert.STORAGE[dtype]).reshape(2, len(slots), self._model.kv_size)
+        rows = data.view(storage(dtype)).reshape(2, len(slots), self._model.kv_size)
         for side in range(2):
             if dtype is self.dtype:
                 self._rows[layer, side][slots] = rows[side]
             else:
                 converted = np.empty(rows[side].shape, self._rows.dtype)
-                convert.convert(rows[side], dtype, converted, self.dtype)
+                convert(rows[side], dtype, converted, self.dtype)
                 self._rows[layer, side][slots] = converted
 
     def layout(self, fingerprint: Fingerprint) -> KvLayout:

@@ -8,18 +8,22 @@ from kvrelay.common.layout import KvDtype
 
 Bits = NDArray[np.uint16] | NDArray[np.uint32]
 
-STORAGE: dict[KvDtype, np.dtype[np.uint16] | np.dtype[np.uint32]] = {
+_STORAGE: dict[KvDtype, np.dtype[np.uint16] | np.dtype[np.uint32]] = {
     KvDtype.FLOAT32: np.dtype(np.uint32),
     KvDtype.BFLOAT16: np.dtype(np.uint16),
     KvDtype.FLOAT16: np.dtype(np.uint16),
 }
-"""What carries the bits of a type, where numpy need not know it."""
+
+
+def storage(dtype: KvDtype) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+    """What carries the bits of a type, where numpy need not know it. Raises IncompatibleLayout."""
+    if dtype not in _STORAGE:
+        raise IncompatibleLayout(f"KV of {dtype} is not converted")
+    return _STORAGE[dtype]
 
 
 def convert(source: Bits, source_dtype: KvDtype, target: Bits, target_dtype: KvDtype) -> None:
-    """The bits of `source` as `target_dtype` into `target`, of the same shape. Raises IncompatibleLayout."""
-    if source_dtype not in STORAGE or target_dtype not in STORAGE:
-        raise IncompatibleLayout(f"KV of {source_dtype} is not converted into {target_dtype}")
+    """The bits of `source` as `target_dtype` into `target`, of the same shape."""
     if source_dtype is target_dtype:
         target[...] = source
     else:
