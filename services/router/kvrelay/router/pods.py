@@ -8,6 +8,7 @@ A pod that is lost and answers again gets a new `Pod`, with a new `Load`: no new
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from kvrelay.common.discovery import PodRecord
 from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, StaleEpoch, Unavailable
 from kvrelay.common.ids import RequestId, RouterId
 from kvrelay.common.request import EngineRequest, Ticket
-from kvrelay.common.rpc import called, from_rpc_error
+from kvrelay.common.rpc import CHANNEL_OPTIONS, called, from_rpc_error
 from kvrelay.common.wire import (
     delta_from_proto,
     request_to_proto,
@@ -36,13 +37,10 @@ SILENCE_SECONDS = 3.0
 CONNECT_SECONDS = 5.0
 RESERVE_SECONDS = 5.0
 ABORT_SECONDS = 5.0
-MAX_MESSAGE_BYTES = 64 << 20
-"""Of one message from a pod; gRPC refuses a longer one."""
 
 _OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A connection of its own for each `Pod`: a broken one is not inherited.
+    *CHANNEL_OPTIONS,
+    # No connection is shared with a former `Pod` of the same address: a broken one is not inherited.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -74,7 +72,8 @@ class Pod:
             self_sufficient=record.role == "both",
         )
         self.usable = False
-        self._router_id = router_id
+        # A connection of its own to the pod as well: what it left behind there is not taken over by the next.
+        self._router_id = RouterId(f"{router_id}.{secrets.token_hex(4)}")
         self._channel = grpc.aio.insecure_channel(record.grpc_address, options=_OPTIONS)
         self._watch = pod_pb2_grpc.PodStub(self._channel).Watch
         self._decode = decode_pb2_grpc.DecodeStub(self._channel)
