@@ -9,9 +9,10 @@ import httpx
 import pytest
 
 from kvrelay.common.errors import DeadlineExceeded, Internal
+from kvrelay.router.http import asgi
 from kvrelay.router.job import Readiness
 from tests.router.answers import from_error
-from tests.router.stack import MAX_BODY, Fronts, fronts_of
+from tests.router.stack import MAX_BODY, Fronts, Settings, fronts_of
 from tests.router.stub import MODEL, SPEECH, StubRouter
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
@@ -233,6 +234,21 @@ async def test_a_body_over_the_limit(fronts: Fronts, content: bytes | None) -> N
     assert response.status_code == 413
     assert from_error(response).error == "request_too_large"
     assert (await fronts.http.get("/health")).status_code == 200
+
+
+async def test_a_body_that_does_not_come(fronts: Fronts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "BODY_SECONDS", 0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", fronts.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_in_a_large_body_that_is_no_json_no_field_is_looked_for(stub: StubRouter) -> None:
+    async with fronts_of(stub, Settings(max_body_bytes=1 << 20)) as fronts:
+        body = b'{"model": "stub", "temperature": NaN, "prompt": "' + b"x" * 300_000 + b'"}'
+        assert (await refused(fronts, COMPLETIONS, body))[1] is None
 
 
 async def test_a_body_at_the_limit(fronts: Fronts) -> None:

@@ -109,7 +109,7 @@ STATUS: dict[type[KvrelayError], Status] = {
     Unsupported: Status(400, "invalid_request_error", "INVALID_ARGUMENT"),
     ModelNotFound: Status(404, "invalid_request_error", "NOT_FOUND"),
     RequestTooLarge: Status(413, "invalid_request_error", "RESOURCE_EXHAUSTED"),
-    Unauthenticated: Status(401, "authentication_error", "UNAUTHENTICATED"),
+    Unauthenticated: Status(401, "invalid_request_error", "UNAUTHENTICATED"),
     Overloaded: Status(429, "rate_limit_error", "RESOURCE_EXHAUSTED"),
     NoCapacity: Status(429, "rate_limit_error", "RESOURCE_EXHAUSTED", retryable=True),
     Unavailable: Status(503, "server_error", "UNAVAILABLE", retryable=True),

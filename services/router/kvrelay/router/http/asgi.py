@@ -6,8 +6,11 @@ from collections.abc import Awaitable, Coroutine, Iterable, MutableMapping
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.common.errors import KvrelayError, RequestTooLarge, status_of
+from kvrelay.common.errors import InvalidRequest, KvrelayError, RequestTooLarge, status_of
 from kvrelay.router.http.errors import Headers, error_body, error_headers
+
+BODY_SECONDS = 60.0
+"""For the whole of a request's body to arrive."""
 
 
 class ClientGone(Exception):
@@ -21,10 +24,17 @@ def header(scope: Scope, name: bytes) -> bytes:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Raises RequestTooLarge for over `limit` bytes, announced or not, and ClientGone.
+    """Raises RequestTooLarge for over `limit` bytes, announced or not, InvalidRequest for a body that takes too long, and
+    ClientGone."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _whole_body(scope, receive, limit)
+    except TimeoutError:
+        raise InvalidRequest(f"The body of the request did not arrive within {BODY_SECONDS} seconds.") from None
 
-    Some of a body that is too large is read and dropped, so that a client that only writes gets to read its answer.
-    """
+
+async def _whole_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Some of a body that is too large is read and dropped, so that a client that only writes gets to read its answer."""
     announced = header(scope, b"content-length")
     too_large = announced.isdigit() and int(announced) > limit
     parts: list[bytes] = []

@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 MAX_NAME_CHARS = 200
 """Of a client's own words in a message."""
+MAX_EXPLAINED_BYTES = 256 << 10
+"""In a larger body that is no JSON the field is not looked for: that would hold up other requests' tokens."""
 _AT = re.compile(r"^(.*?)(?: - at `(key` in `)?\$([^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(.*)`$", re.DOTALL)
@@ -55,6 +57,8 @@ def _malformed(body: bytes) -> InvalidRequest:
         text = body.decode()
     except UnicodeDecodeError as error:
         return InvalidRequest(f"The body is not valid UTF-8: byte {error.start}.")
+    if len(body) > MAX_EXPLAINED_BYTES:
+        return InvalidRequest(_NOT_JSON)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,5 +1,7 @@
 """`/tokenize` and `/detokenize`, in vLLM's shape."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -14,6 +16,7 @@ from kvrelay.router.http.schemas import DetokenizeBody, TokenizeBody
 from kvrelay.router.job import Chat, Inference
 
 B = TypeVar("B")
+TURN_TOKENS = 256
 
 
 class _Endpoint(Generic[B]):
@@ -45,8 +48,17 @@ class Tokenize(_Endpoint[TokenizeBody]):
             "token_strs": None,
         }
         if body.return_token_strs:
-            shape["token_strs"] = [await self.router.detokenize(model.name, (token,)) for token in tokens]
+            shape["token_strs"] = await self._texts(model.name, tokens)
         return shape
+
+    async def _texts(self, model: str, tokens: Sequence[int]) -> list[str]:
+        """Of each token. Other requests have their turn in between."""
+        texts: list[str] = []
+        for at, token in enumerate(tokens):
+            if at % TURN_TOKENS == 0:
+                await asyncio.sleep(0)
+            texts.append(await self.router.detokenize(model, (token,)))
+        return texts
 
 
 class Detokenize(_Endpoint[DetokenizeBody]):
