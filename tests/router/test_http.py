@@ -1,19 +1,19 @@
-"""The HTTP front, to the letter: what is refused and how, headers, streams, clients that leave."""
+"""The HTTP front, to the letter: what is refused and how, headers, bodies."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from kvrelay.common.errors import DeadlineExceeded, Internal
+from kvrelay.common.errors import Internal
 from kvrelay.router.http import asgi
 from kvrelay.router.job import Readiness
 from tests.router.answers import from_error
 from tests.router.stack import MAX_BODY, Fronts, Settings, fronts_of
-from tests.router.stub import MODEL, SPEECH, StubRouter
+from tests.router.stub import MODEL, StubRouter
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -293,29 +293,6 @@ async def test_a_deadline_that_is_no_number(fronts: Fronts) -> None:
     assert from_error(response).param == "X-Request-Timeout-Ms"
 
 
-async def test_sse_bytes(fronts: Fronts) -> None:
-    body = {"model": MODEL, "prompt": "x", "max_tokens": 2, "seed": 0, "stream": True, "stream_options": None}
-    response = await fronts.http.post(COMPLETIONS, json=body)
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    *events, end = response.text.split("\n\n")
-    assert end == ""
-    assert events[-1] == "data: [DONE]"
-    first = json.loads(events[0].removeprefix("data: "))
-    assert set(first) == {"id", "object", "created", "model", "system_fingerprint", "choices"}
-    assert first["choices"] == [{"index": 0, "text": "T", "logprobs": None, "finish_reason": None}]
-
-
-async def test_an_error_in_a_stream_is_an_event_and_there_is_no_done(fronts: Fronts, stub: StubRouter) -> None:
-    stub.failure, stub.fail_at = DeadlineExceeded("too late"), 2
-    body = {"model": MODEL, "prompt": "x", "max_tokens": 9, "seed": 0, "stream": True}
-    response = await fronts.http.post(COMPLETIONS, json=body)
-    *texts, last = response.text.removesuffix("\n\n").split("\n\n")
-    assert len(texts) == 2
-    assert json.loads(last.removeprefix("data: ")) == {
-        "error": {"message": "too late", "type": "server_error", "param": None, "code": "deadline_exceeded"}
-    }
-
-
 async def test_an_unexpected_error_tells_nothing(
     fronts: Fronts, stub: StubRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,36 +304,6 @@ async def test_an_unexpected_error_tells_nothing(
     assert from_error(response).error == Internal.code
     assert "secret" not in response.text
     assert "secret" in caplog.text
-
-
-Leave = Callable[[Fronts, dict[str, Any]], Awaitable[None]]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("prompt", ["x", ["x", "y", "z"]], ids=["one", "several"])
-@pytest.mark.parametrize("stall_at", [0, 3])
-async def test_a_client_that_leaves_ends_its_request(
-    fronts: Fronts, stub: StubRouter, stream: bool, prompt: object, stall_at: int
-) -> None:
-    """While no token flows, too: nothing is written that could fail."""
-    stub.stall_at = stall_at
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 30, "seed": 0, "stream": stream}
-    asking = asyncio.ensure_future(fronts.http.post(COMPLETIONS, json=body))
-    await asyncio.wait_for(stub.stalled.wait(), 5)
-    asking.cancel()
-    for _ in range(len(prompt) if isinstance(prompt, list) else 1):
-        await asyncio.wait_for(stub.closed.get(), 5)
-    assert not stub.running
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-
-
-async def test_a_failed_prompt_ends_the_others(fronts: Fronts, stub: StubRouter) -> None:
-    stub.failure, stub.fail_at = Internal("broken"), 0
-    body = {"model": MODEL, "prompt": ["a", "b", "c"], "max_tokens": 400}
-    response = await fronts.http.post(COMPLETIONS, json=body)
-    assert response.status_code == 500
-    assert not stub.running
 
 
 async def test_tokenize_and_detokenize(fronts: Fronts) -> None:
@@ -411,15 +358,3 @@ async def _check_metrics(fronts: Fronts) -> None:
     assert 'kvrelay_http_errors_total{code="invalid_request"} 1.0' in shown.text
     assert 'kvrelay_http_requests_total{route="none",status="404"} 1.0' in shown.text
     assert "made" not in shown.text
-
-
-async def test_many_streams_at_once_do_not_mix(fronts: Fronts) -> None:
-    async def ask(seed: int) -> str:
-        body = {"model": MODEL, "prompt": "x", "max_tokens": 20, "seed": seed, "stream": True}
-        response = await fronts.http.post(COMPLETIONS, json=body)
-        events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line and line != "data: [DONE]"]
-        return "".join(event["choices"][0]["text"] for event in events)
-
-    texts = await asyncio.gather(*(ask(seed) for seed in range(20)))
-    assert texts[0] == SPEECH[:20]
-    assert len(set(texts)) == 20
