@@ -1,9 +1,11 @@
 """The `kvrelay` command."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +17,7 @@ from kvrelay.cli.model import DEFAULT_DIR, ensure_model
 from kvrelay.cli.stack import StackFailed
 
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,9 +39,15 @@ def _run_model(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """As an exception, so that what was started is stopped."""
+    raise SystemExit(EXIT_TERMINATED)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 1 after a message that says what is wrong."""
     args = parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _terminate)
     # Standard output carries what the model says; the rest goes beside it.
     console = Console(stderr=True)
     try:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -154,7 +155,7 @@ def run_status(args: argparse.Namespace, console: Console) -> int:
 
 
 def status_table(stack: Stack) -> Table:
-    table = Table()
+    table = Table(box=SIMPLE_HEAD)
     for heading in ("name", "state", "pid", "HTTP", "gRPC", "requests", "blocks", "free", "sent", "received"):
         table.add_column(heading, no_wrap=True)
     for node in stack.nodes:
