@@ -17,6 +17,7 @@ MAX_TEXT = 500
 LinkId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 TicketBits = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Generation = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Address = Annotated[bytes, msgspec.Meta(max_length=4096)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
@@ -44,7 +45,7 @@ class Hello(Control, frozen=True, kw_only=True):
 
     protocol: int
     link: LinkId
-    address: Annotated[bytes, msgspec.Meta(max_length=4096)]
+    address: Address
     identity: Identity
 
 
@@ -59,10 +60,17 @@ class Refused(Control, frozen=True, kw_only=True):
     message: Text
 
 
-class Begin(Control, frozen=True, kw_only=True):
-    """Sender → receiver: frames of this ticket come over this link from here on."""
+class Gone(Control, frozen=True, kw_only=True):
+    """Either way, over a connection of its own: this link is broken at my end. (Closing one end does not close the other.)"""
 
     link: LinkId
+
+
+class Begin(Control, frozen=True, kw_only=True):
+    """Sender → receiver: frames of this ticket come over this link from here on. To `address` goes Gone if there is no link."""
+
+    link: LinkId
+    address: Address
     ticket_bits: TicketBits
     generation: Generation
 
@@ -93,7 +101,7 @@ class Nack(Control, frozen=True, kw_only=True):
     message: Text
 
 
-AnyControl = Hello | Welcome | Refused | Begin | Abort | Ack | Nack
+AnyControl = Hello | Welcome | Refused | Gone | Begin | Abort | Ack | Nack
 _DECODER: msgspec.msgpack.Decoder[AnyControl] = msgspec.msgpack.Decoder(AnyControl)
 
 

@@ -6,7 +6,8 @@
         Begin, frames, Abort ─────────────────▶
         ◀───────────────────────── Ack, Nack ──
 
-The link's id, random and chosen by the dialer, tells the acceptor who speaks: the transport itself does not say.
+A link breaks when an end dies, which the transport reports, or when one end drops it because the other does not move. The
+transport does not report that: `Gone` does. The link's id, random and chosen by the dialer, tells the acceptor who speaks: the transport itself does not say.
 """
 
 import asyncio
@@ -15,24 +16,25 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from kvrelay.common.errors import IncompatibleLayout, KvrelayError, TransferFailed, error_from
+from kvrelay.common.errors import IncompatibleLayout, TransferFailed, error_from
 from kvrelay.common.layout import check_compatible
 from kvrelay.transfer import control
-from kvrelay.transfer.control import Hello, Identity, Refused, Welcome
+from kvrelay.transfer.control import Gone, Hello, Identity, Refused, Welcome
 from kvrelay.transfer.counters import Counters
 from kvrelay.transfer.transport import Peer, Transport
 
 log = logging.getLogger(__name__)
 
 MAX_LINKS = 4096
-REFUSED_SECONDS = 1.0
+WHISPER_SECONDS = 1.0
 
 
 class Link:
     """One open connection, at either end. `window` bounds the frames in flight over it."""
 
-    def __init__(self, number: int, peer: Peer, remote: Identity, depth: int) -> None:
+    def __init__(self, number: int, address: bytes, peer: Peer, remote: Identity, depth: int) -> None:
         self.number = number
+        self.address = address
         self.peer = peer
         self.remote = remote
         self.window = asyncio.Semaphore(depth)
@@ -44,6 +46,17 @@ class Link:
 def tell(peer: Peer, message: control.Control) -> None:
     """Sends and does not wait: whoever needs to know whether it arrived waits for an answer, or for the link's loss."""
     peer.send(control.TAG, control.encode(message)).add_done_callback(_retrieve)
+
+
+def whisper(transport: Transport, address: bytes, message: control.Control) -> None:
+    """Says one thing to somebody without a link. It may not arrive."""
+    try:
+        peer = transport.connect(address, lambda error: None)
+    except TransferFailed as error:
+        log.debug("nobody to tell: %s", error)
+        return
+    tell(peer, message)
+    asyncio.get_running_loop().call_later(WHISPER_SECONDS, peer.close)
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:
@@ -69,6 +82,10 @@ class Dialer:
         self._answers: dict[int, asyncio.Future[Welcome]] = {}
         self.on_lost: LostCallback = lambda link, error: None
 
+    @property
+    def address(self) -> bytes:
+        return self._transport.address
+
     async def connect(self, address: bytes) -> Link:
         """The open link to a receiver's transport address. Raises IncompatibleLayout, TransferFailed."""
         dial = self._dials.get(address)
@@ -91,7 +108,7 @@ class Dialer:
             if not answer.done():
                 answer.set_exception(error)
             for link in links:
-                self._lost(address, link, error)
+                self._lost(link, error)
 
         try:
             peer = self._transport.connect(address, lost)
@@ -108,7 +125,7 @@ class Dialer:
                 check_compatible(self._identity.layout, welcome.identity.layout)
                 if peer.closed:
                     raise TransferFailed("the connection was lost during the handshake")
-                links.append(Link(number, peer, welcome.identity, self._depth))
+                links.append(Link(number, address, peer, welcome.identity, self._depth))
             except TimeoutError:
                 raise TransferFailed(f"no answer to the handshake within {self._timeout_seconds:g} s") from None
             finally:
@@ -119,15 +136,24 @@ class Dialer:
         self._counters.links_opened += 1
         return links[0]
 
+    def _open(self) -> list[Link]:
+        return [dial.result() for dial in self._dials.values() if dial.done()]
+
     def drop(self, link: Link, error: TransferFailed) -> None:
         """Breaks a link that does not move."""
-        for address, dial in tuple(self._dials.items()):
-            if dial.done() and dial.result() is link:
-                link.peer.close()
-                self._lost(address, link, error)
+        if link in self._open():
+            link.peer.close()
+            whisper(self._transport, link.address, Gone(link=link.number))
+            self._lost(link, error)
 
-    def _lost(self, address: bytes, link: Link, error: TransferFailed) -> None:
-        self._dials.pop(address, None)
+    def on_gone(self, message: Gone) -> None:
+        for link in self._open():
+            if link.number == message.link:
+                link.peer.close()
+                self._lost(link, TransferFailed("the receiver broke the connection"))
+
+    def _lost(self, link: Link, error: TransferFailed) -> None:
+        self._dials.pop(link.address, None)
         self._counters.links_lost += 1
         self.on_lost(link, error)
 
@@ -167,32 +193,40 @@ class Acceptor:
     def on_hello(self, hello: Hello) -> None:
         if hello.link in self._links or len(self._links) >= MAX_LINKS:
             raise TransferFailed("this link is open already, or there are too many")
-        peer = self._transport.connect(hello.address, functools.partial(self._lost, hello.link))
         try:
             if hello.protocol != control.PROTOCOL:
                 raise IncompatibleLayout(f"transfer protocol {hello.protocol} here, {control.PROTOCOL} there")
             check_compatible(hello.identity.layout, self._identity.layout)
         except IncompatibleLayout as error:
-            self._refuse(peer, hello, error)
+            self._counters.links_refused += 1
+            message = error.message[: control.MAX_TEXT]
+            whisper(self._transport, hello.address, Refused(link=hello.link, code=error.code, message=message))
             return
         for former in tuple(self._links.values()):
             if former.remote.place == hello.identity.place:
                 self.drop(former, TransferFailed("the sender connected anew"))
-        link = self._links[hello.link] = Link(hello.link, peer, hello.identity, self._depth)
+        peer = self._transport.connect(hello.address, functools.partial(self._lost, hello.link))
+        link = Link(hello.link, hello.address, peer, hello.identity, self._depth)
+        self._links[hello.link] = link
         self._counters.links_opened += 1
         link.tell(Welcome(link=hello.link, identity=self._identity))
 
-    def _refuse(self, peer: Peer, hello: Hello, error: KvrelayError) -> None:
-        """The refusal must arrive, so the peer is closed a while after; sooner, when the sender closes it."""
-        self._counters.links_refused += 1
-        message = error.message[: control.MAX_TEXT]
-        tell(peer, Refused(link=hello.link, code=error.code, message=message))
-        asyncio.get_running_loop().call_later(REFUSED_SECONDS, peer.close)
-
     def drop(self, link: Link, error: TransferFailed) -> None:
+        """Breaks a link that does not move, or that a new one replaces."""
         if self._links.get(link.number) is link:
             link.peer.close()
+            self.disown(link.number, link.address)
             self._lost(link.number, error)
+
+    def disown(self, number: int, address: bytes) -> None:
+        """Says to a sender that there is no such link."""
+        whisper(self._transport, address, Gone(link=number))
+
+    def on_gone(self, message: Gone) -> None:
+        link = self._links.get(message.link)
+        if link is not None:
+            link.peer.close()
+            self._lost(link.number, TransferFailed("the sender broke the connection"))
 
     def _lost(self, number: int, error: TransferFailed) -> None:
         link = self._links.pop(number, None)

@@ -139,6 +139,7 @@ class LoopbackPeer:
             future.set_result(None)
 
     def close(self) -> None:
+        """Of this end only: what the other end opened towards this one does not notice."""
         if self.closed:
             return
         self.closed = True
@@ -147,10 +148,6 @@ class LoopbackPeer:
         for future in pending:
             if not future.done():
                 future.set_exception(TransferFailed("the connection is closed"))
-        # A UCX endpoint is one connection: what the other end opened towards this one goes with it.
-        for peer in tuple(self.target.peers):
-            if peer.target is self.source and not peer.closed:
-                peer.lose("closed by the other end")
 
     def lose(self, reason: str) -> None:
         if not self.closed:

@@ -9,7 +9,7 @@ from kvrelay.common.errors import KvrelayError, TransferFailed
 from kvrelay.common.ids import Epoch, PodId
 from kvrelay.common.layout import KvLayout
 from kvrelay.transfer import checksum, control
-from kvrelay.transfer.control import Abort, Ack, Begin, Hello, Identity, Nack, Refused, Welcome
+from kvrelay.transfer.control import Abort, Ack, Begin, Gone, Hello, Identity, Nack, Refused, Welcome
 from kvrelay.transfer.counters import Counters
 from kvrelay.transfer.frame import HEADER_BYTES
 from kvrelay.transfer.link import Acceptor, Dialer
@@ -120,6 +120,9 @@ class TransferPort:
                 self._dialer.on_welcome(message)
             case Refused():
                 self._dialer.on_refused(message)
+            case Gone():
+                self._dialer.on_gone(message)
+                self._acceptor.on_gone(message)
             case Begin():
                 self.receiver.on_begin(message)
             case Abort():

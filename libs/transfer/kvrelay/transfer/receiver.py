@@ -232,6 +232,7 @@ class Receiver:
         link = self._acceptor.get(message.link)
         if link is None:
             self._counters.messages_stray += 1
+            self._acceptor.disown(message.link, message.address)
             return
         ticket = self._tickets.get(message.ticket_bits)
         if ticket is None or ticket.generation != message.generation or ticket.link is not None:

@@ -161,7 +161,8 @@ class PushHandle:
         if link.peer.closed:
             raise TransferFailed("the connection was lost")
         self.link = link
-        link.tell(Begin(link=link.number, ticket_bits=self.target.ticket_bits, generation=self.ticket.generation))
+        bits, generation, address = self.target.ticket_bits, self.ticket.generation, self._sender.dialer.address
+        link.tell(Begin(link=link.number, address=address, ticket_bits=bits, generation=generation))
         return link
 
     async def _computed(self) -> AsyncIterator[tuple[int, int, int]]:

@@ -53,7 +53,10 @@ class Peer(Protocol):
         ...
 
     def close(self) -> None:
-        """By force: sends and receives in flight end, with errors, within moments. The close callback is not called."""
+        """By force: sends and receives in flight end, with errors, within moments. The close callback is not called.
+
+        The other end learns nothing of it: its small messages still come, its large ones are never taken.
+        """
         ...
 
 

@@ -6,7 +6,7 @@
   here whole, or its receive ends, with an error, when the endpoint does. (A larger eager message whose sender dies half-way leaves
   a receive that never ends.) Rendezvous also keeps a fast sender from filling this process with messages not yet wanted.
 - A receive into a buffer that is too small takes the message off the queue without keeping it.
-- Closing an endpoint by force completes every send and receive on it.
+- Closing an endpoint by force completes every send and receive on it. The other end is not told, unless this process ends.
 - UCX ends the process on a malformed worker address, so addresses travel sealed with a checksum.
 """
 
