@@ -83,6 +83,7 @@ class Driver:
         )
         driver = cls(config, built, info, port, channel, compute)
         channel.send(m.Ready(info=info))
+        driver._changed()  # the state of an idle engine, above all its credits, is news too
         return driver
 
     async def close(self) -> None:
