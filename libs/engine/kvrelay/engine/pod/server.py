@@ -91,7 +91,7 @@ class Pod:
         self._start_web()
         self._server = self._make_server()
         leaving = asyncio.create_task(self.state.leaving.wait(), name="leaving")
-        starting = asyncio.create_task(self._engine.start(_log_progress), name="engine-start")
+        starting = asyncio.create_task(self._engine.start(self._progress), name="engine-start")
         try:
             await asyncio.wait((leaving, starting), return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
@@ -171,6 +171,11 @@ class Pod:
         self._web = WebServer(app, listener)
         self._web.start()
 
+    def _progress(self, progress: Progress) -> None:
+        """Into /readyz's answer: what watches a start asks there."""
+        share = 100 * progress.done // max(1, progress.total)
+        self.state.reason = f"the engine is starting: {progress.what}, {share}%"
+
     def _details(self) -> dict[str, object]:
         registration = self._registration
         return {
@@ -230,10 +235,6 @@ class Pod:
             transport=info.transport,
             version=VERSION,
         )
-
-
-def _log_progress(progress: Progress) -> None:
-    log.info("%s: %d of %d", progress.what, progress.done, progress.total)
 
 
 async def _cancel(task: "asyncio.Task[object]") -> None:
