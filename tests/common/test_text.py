@@ -213,6 +213,12 @@ def test_stops_equal_plain_search(stops: list[str], text: str, sizes: list[int],
     assert run_stops(stops, text, sizes, include) == plain_stops(stops, text, include)
 
 
+def test_a_stop_string_may_overlap_one_that_did_not_count() -> None:
+    finder = StopStrings(["abab"])
+    assert finder.push("xabab", armed=False) == ("xab", None)
+    assert finder.push("ab") == ("", "abab")
+
+
 class CountedText(str):
     """Counts the comparisons that are made with its characters."""
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from kvrelay.common.ids import RequestId
 from kvrelay.common.request import EngineRequest, PositionLogprobs, SamplingParams
+from kvrelay.engine.draw import invert
+from kvrelay.engine.penalties import Penalties
 from kvrelay.engine.rng import Purpose, uniforms
 from kvrelay.engine.sampler import BadLogits, Sampler
 from kvrelay.engine.sequence import Sequence
@@ -124,6 +126,15 @@ def test_equals_plain_code(rows: list[tuple[Sequence, int]], seed: int) -> None:
         assert sample.token == token or distance < 1e-5
 
 
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS, seed=st.integers(0, 10**6))
+def test_adjusted_logits_equal_plain_code(rows: list[tuple[Sequence, int]], seed: int) -> None:
+    logits = random_logits(len(rows), seed)
+    expected = [plain_adjusted(row, seq) for row, (seq, _) in zip(logits.tolist(), rows, strict=True)]
+    Penalties(VOCAB, EOS).apply(logits, rows)
+    torch.testing.assert_close(logits, torch.tensor(expected), atol=1e-4, rtol=1e-5)
+
+
 @settings(max_examples=25, deadline=None)
 @given(rows=st.lists(st.builds(sequence, TOKENS, TOKENS, PARAMS), min_size=16, max_size=16), seed=st.integers(0, 10**6))
 def test_alone_as_in_a_batch_of_16(rows: list[Sequence], seed: int) -> None:
@@ -201,6 +212,24 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     freedom = len(wanted) - 1
     chi_square = ((found - wanted) ** 2 / wanted).sum()
     assert chi_square < freedom + 3.1 * math.sqrt(2 * freedom) + 7  # above the 0.1% quantile
+
+
+@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 1000, 1024])
+def test_the_edges_of_the_draw_are_never_tokens_of_weight_zero(vocab: int) -> None:
+    """The smallest and the largest number, with zeros at both ends that fill whole spans, and one weight alone."""
+    for start, end in (
+        (0, vocab),
+        (vocab // 2, vocab // 2 + 1),
+        (vocab - 1, vocab),
+        (0, 1),
+        (vocab // 3, vocab // 2 + 1),
+    ):
+        weights = torch.zeros(3, vocab)
+        weights[:, start:end] = 0.3
+        lowest, highest = 0.0, 1.0 - 2.0**-53
+        found = invert(weights, torch.tensor([lowest, highest, 0.5], dtype=torch.float64)).tolist()
+        assert found[:2] == [start, end - 1]
+        assert start <= found[2] < end
 
 
 def test_greedy_takes_the_first_of_equals() -> None:

@@ -106,8 +106,8 @@ def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     before = torch.where(span > 0, sums.gather(1, (span - 1).clamp_(min=0)), 0.0)
     at = span * _SPAN + torch.arange(_SPAN, device=weights.device)
     inside = weights.gather(1, at.clamp(max=weights.shape[1] - 1)).masked_fill_(at >= weights.shape[1], 0.0)
-    passed = before + inside.cumsum(1, dtype=torch.float64) > target
-    # The sums of the span and within it are rounded apart: where the latter falls short, the last weight is meant.
-    last = _SPAN - 1 - (inside > 0).flip(1).to(torch.uint8).argmax(1)
-    first = torch.where(passed.any(1), passed.to(torch.uint8).argmax(1), last)
-    return span.squeeze(1) * _SPAN + first
+    inner = inside.cumsum(1, dtype=torch.float64)
+    first = torch.searchsorted(before + inner, target, right=True)
+    # A span's sum and the sums within it are rounded apart: where the latter fall short, its last weight is meant.
+    last = torch.searchsorted(inner, inner[:, -1:].contiguous())
+    return (span * _SPAN + torch.where(first < _SPAN, first, last)).squeeze(1)

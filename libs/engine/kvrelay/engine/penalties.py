@@ -15,7 +15,17 @@ from kvrelay.common.request import SamplingParams
 from kvrelay.engine.sequence import Sequence
 
 
-def penalizes(params: SamplingParams) -> bool:
+def adjusts(seq: Sequence) -> bool:
+    """Whether any of this concerns the sequence's next token."""
+    params = seq.request.sampling
+    return bool(params.logit_bias) or _must_go_on(seq) or _penalizes(params)
+
+
+def _must_go_on(seq: Sequence) -> bool:
+    return seq.num_output < seq.request.sampling.min_tokens
+
+
+def _penalizes(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
@@ -88,9 +98,9 @@ class Penalties:
         if params.logit_bias:
             edits.bias_at += [start + token for token in params.logit_bias]
             edits.bias += params.logit_bias.values()
-        if params.min_tokens > seq.num_output:
+        if _must_go_on(seq):
             edits.masked += [start + token for token in (*self._eos_token_ids, *params.stop_token_ids)]
-        if penalizes(params):
+        if _penalizes(params):
             edits.penalized.append((row, seq))
 
     def _penalize(self, flat: torch.Tensor, penalized: list[tuple[int, Sequence]]) -> None:

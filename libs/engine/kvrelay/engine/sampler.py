@@ -11,7 +11,7 @@ from kvrelay.common.request import PositionLogprobs, SamplingParams
 from kvrelay.engine.batch import Sample
 from kvrelay.engine.draw import Truncation, draw
 from kvrelay.engine.logprobs import logprobs_of
-from kvrelay.engine.penalties import Penalties, penalizes
+from kvrelay.engine.penalties import Penalties, adjusts
 from kvrelay.engine.rng import Purpose, uniforms
 from kvrelay.engine.sequence import Sequence
 
@@ -47,8 +47,7 @@ class Sampler:
             return []
         wanted = [row for row, (seq, _) in enumerate(rows) if seq.request.sampling.logprobs is not None]
         raw = logits[wanted] if wanted else logits[:0]
-        adjusted = [row for row, (seq, _) in enumerate(rows) if _adjusts(seq)]
-        if adjusted:
+        if any(adjusts(seq) for seq, _ in rows):
             self._penalties.apply(logits, rows)
         largest, best = logits.max(dim=1)
         bad = tuple((~largest.isfinite()).nonzero().squeeze(1).tolist())
@@ -68,11 +67,6 @@ class Sampler:
     def prompt_logprobs(self, logits: torch.Tensor, targets: list[int], count: int) -> list[PositionLogprobs]:
         """For each of the `logits` [P, V]: of the prompt token that follows, and of the `count` most likely ones."""
         return logprobs_of(logits, targets, [count] * len(targets))
-
-
-def _adjusts(seq: Sequence) -> bool:
-    params = seq.request.sampling
-    return bool(params.logit_bias) or params.min_tokens > seq.num_output or penalizes(params)
 
 
 def _greedy(params: SamplingParams) -> bool:
