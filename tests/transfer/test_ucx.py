@@ -11,6 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvrelay.common.errors import TransferFailed
+from kvrelay.common.ids import Epoch, PodId
+from kvrelay.transfer.port import TransferPort
+from kvrelay.transfer.ucx import UcxTransport
+from tests.transfer.kv import make_layout
+
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 LAYERS, ROW = 6, 128
@@ -260,6 +266,19 @@ async def test_another_model_is_refused(start: Start) -> None:
     assert refused["errors"] == ["IncompatibleLayout"]
     assert "another model" in refused["messages"][0]
     assert (await receiver.ask("state"))["links_refused"] == 1
+
+
+async def test_a_malformed_address_is_an_error_and_not_the_end() -> None:
+    """UCX itself would end the process."""
+    transport = UcxTransport()
+    port = TransferPort(transport, PodId("decode"), Epoch("e"), make_layout())
+    port.start()
+    for address in (b"", b"x" * 100, transport.address[:-1], transport.address[:-1] + b"?", bytes(5000)):
+        with pytest.raises(TransferFailed):
+            transport.connect(address, lambda error: None)
+    await port.close()
+    with pytest.raises(TransferFailed):
+        transport.connect(transport.address, lambda error: None)
 
 
 async def test_idle_costs_nothing(start: Start) -> None:
