@@ -97,6 +97,7 @@ async def test_decode_pod_is_stopped(real: Real, model_dir: Path) -> None:
     await real.pods[victim].signal(signal.SIGSTOP)
     await asked.ends_well(25)
     await real.pods[victim].signal(signal.SIGCONT)
+    await until(lambda: real.num_usable == 2, seconds=15)
     await real.whole("d0", "d1", seconds=8)
 
 

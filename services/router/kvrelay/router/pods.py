@@ -176,10 +176,15 @@ class Pod:
     def ignore(self, request_id: RequestId) -> None:
         self._inboxes.pop(request_id, None)
 
+    def _check_connected(self) -> None:
+        if self._lost is not None:
+            raise Unavailable(f"{self} was lost: {self._lost.message}")
+
     async def reserve(
         self, request: EngineRequest, attempt: int, *, local_prefill: bool, timeout_seconds: float
     ) -> Ticket | None:
         """None: the pod computes the prompt itself. Raises what the pod says, and Unavailable where it does not answer in time."""
+        self._check_connected()
         message = decode_pb2.ReserveRequest(
             request=request_to_proto(request), attempt=attempt, router_id=self._router_id, local_prefill=local_prefill
         )
@@ -197,15 +202,17 @@ class Pod:
     async def prefill(self, request: EngineRequest, ticket: Ticket, inbox: Inbox, *, timeout_seconds: float) -> None:
         """Until the push has ended; what happens, failure included, comes to the inbox. Cancelling it aborts the request there."""
         message = prefill_pb2.PrefillRequest(request=request_to_proto(request), ticket=ticket_to_proto(ticket))
-        call = self._prefill.Prefill(message, timeout=timeout_seconds)
         try:
-            await uncancelled(self._read_prefill(call, ticket.attempt, inbox))
+            self._check_connected()
+            call = self._prefill.Prefill(message, timeout=timeout_seconds)
+            try:
+                await uncancelled(self._read_prefill(call, ticket.attempt, inbox))
+            finally:
+                call.cancel()
         except grpc.aio.AioRpcError as error:
             inbox.put_nowait(PrefillFailed(ticket.attempt, from_rpc_error(error)))
         except KvrelayError as error:
             inbox.put_nowait(PrefillFailed(ticket.attempt, error))
-        finally:
-            call.cancel()
 
     @staticmethod
     async def _read_prefill(
@@ -223,6 +230,7 @@ class Pod:
     async def abort(self, request_id: RequestId) -> None:
         """Best effort: a decode pod that cannot be reached frees the request when its stream breaks."""
         with contextlib.suppress(KvrelayError):
+            self._check_connected()
             message = decode_pb2.AbortRequest(request_ids=[request_id])
             await uncancelled(called(self._decode.Abort(message, timeout=ABORT_SECONDS)))
 
