@@ -254,7 +254,8 @@ class PodDirectory:
             failures = 0
             self._news.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), POLL_SECONDS)
+                async with asyncio.timeout(POLL_SECONDS):  # wait_for may lose a cancellation in Python 3.11
+                    await self._news.wait()
 
     async def _poll(self) -> None:
         self._gone.clear()

@@ -153,7 +153,8 @@ class FakeEngine:
             self._wake.clear()
             if not core.busy:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), core.seconds_to_expiry())
+                    async with asyncio.timeout(core.seconds_to_expiry()):  # wait_for may lose a cancellation in 3.11
+                        await self._wake.wait()
             await asyncio.sleep(self._config.step_ms / 1000)
             output = core.step()
             for work, first in core.started_pushes:

@@ -69,7 +69,8 @@ class Receiver:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            arrival = msgspec.msgpack.decode(await asyncio.wait_for(_read(reader), PUSH_SECONDS), type=Arrival)
+            async with asyncio.timeout(PUSH_SECONDS):
+                arrival = msgspec.msgpack.decode(await _read(reader), type=Arrival)
             try:
                 self._take(arrival)
                 answer = Answer()

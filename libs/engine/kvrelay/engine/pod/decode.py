@@ -1,7 +1,10 @@
 """The Decode service: reservations, and one stream of tokens a router."""
 
+import asyncio
+
 import grpc.aio
 
+from kvrelay.common.errors import KvrelayError
 from kvrelay.common.ids import RequestId, RouterId
 from kvrelay.common.rpc import answering
 from kvrelay.common.wire import request_from_proto, ticket_to_proto
@@ -36,8 +39,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 ticket, answer.num_cached_tokens = await self._engine.reserve(
                     wanted, request.attempt, router_id, local_prefill=request.local_prefill
                 )
-            except BaseException:
+            except KvrelayError:
                 self._routes.give_back(wanted.request_id, former)
+                raise
+            except asyncio.CancelledError:  # the engine may grant it yet, to no one
+                self._routes.disown(wanted.request_id)
+                await self._engine.abort((wanted.request_id,))
                 raise
             if ticket is not None:
                 answer.ticket.CopyFrom(ticket_to_proto(ticket))

@@ -56,4 +56,5 @@ class PodState:
     async def changed(self, seconds: float) -> None:
         """Returns at the next change, or after that time."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for may lose a cancellation in Python 3.11
+                await self._changed.wait()
