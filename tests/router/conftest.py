@@ -15,8 +15,7 @@ def shared_stub() -> StubRouter:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fronts(shared_stub: StubRouter) -> AsyncGenerator[Fronts, None]:
-    """For tests in the module's event loop."""
+async def shared_fronts(shared_stub: StubRouter) -> AsyncGenerator[Fronts, None]:
     async with fronts_of(shared_stub) as running:
         yield running
 
@@ -25,3 +24,9 @@ async def fronts(shared_stub: StubRouter) -> AsyncGenerator[Fronts, None]:
 def stub(shared_stub: StubRouter) -> StubRouter:
     shared_stub.reset()
     return shared_stub
+
+
+@pytest.fixture
+def fronts(shared_fronts: Fronts, stub: StubRouter) -> Fronts:
+    """For tests in the module's event loop."""
+    return shared_fronts
