@@ -16,6 +16,9 @@ from benchmarks.workload import Measured, Record, Workload, record_of
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager
 
+    from kvrelay.common.request import SamplingParams
+    from kvrelay.engine.llm import LLM
+
 Prompt = tuple[int, ...]
 PAGE_TOKENS = 256
 
@@ -28,18 +31,24 @@ def offline(workload: Workload) -> Measured:
     sampling = SamplingParams(
         temperature=0.0, max_tokens=workload.output_tokens, min_tokens=workload.output_tokens, ignore_eos=True
     )
-    with LLM(workload.model, dtype=workload.dtype, threads=workload.threads, max_num_seqs=workload.clients) as llm:
+    llm = LLM(
+        workload.model,
+        dtype=workload.dtype,
+        threads=workload.threads,
+        max_num_seqs=workload.clients,
+        max_model_len=workload.longest,
+    )
+    _offline(llm, sampling, workload.warmup)
+    return _offline(llm, sampling, workload.prompts)
 
-        def run(prompts: tuple[Prompt, ...]) -> Measured:
-            started = time.perf_counter()
-            outputs = llm.generate([list(prompt) for prompt in prompts], sampling)
-            seconds = time.perf_counter() - started
-            tokens = [len(choice.token_ids) for output in outputs for choice in output.choices]
-            records = tuple(Record(ttft=0.0, latency=seconds, gaps=(), tokens=count) for count in tokens)
-            return Measured(seconds=seconds, records=records)
 
-        run(workload.warmup)
-        return run(workload.prompts)
+def _offline(llm: "LLM", sampling: "SamplingParams", prompts: tuple[Prompt, ...]) -> Measured:
+    started = time.perf_counter()
+    answers = llm.generate(prompts, sampling)
+    seconds = time.perf_counter() - started
+    counts = [len(output.token_ids) for answer in answers for output in answer.outputs]
+    records = tuple(Record(ttft=0.0, latency=seconds, gaps=(), tokens=count) for count in counts)
+    return Measured(seconds=seconds, records=records)
 
 
 def continuous(workload: Workload) -> Measured:

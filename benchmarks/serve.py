@@ -8,7 +8,9 @@ from different runs do not compare; ratios within one do.
 
 import argparse
 import os
+import signal
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -64,8 +66,14 @@ def subjects(args: argparse.Namespace) -> dict[str, Subject]:
     return chosen
 
 
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """As an exception, so that what was started is stopped."""
+    raise SystemExit(143)
+
+
 def main() -> None:
     args = arguments()
+    signal.signal(signal.SIGTERM, _terminate)
     console = Console()
     chosen = subjects(args)
     shape = Shape(args.prompt_tokens, args.output_tokens, args.clients, args.requests or 4 * args.clients)
