@@ -38,9 +38,10 @@ EDGE = {
     "engine/pod/steps.py",
     "router/pods.py",
     "router/news.py",
-    "router/grpcfront.py",
-    "router/grpcwire.py",
-    "cli/remote.py",
+    "router/grpcfront/events.py",
+    "router/grpcfront/health.py",
+    "router/grpcfront/inference.py",
+    "cli/inspection.py",
 }
 TORCH_FREE = [
     "kvrelay.common",

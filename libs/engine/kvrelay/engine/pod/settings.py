@@ -104,10 +104,9 @@ class PodSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if self.engine == "process":
-            if self.model is None:
-                raise ValueError("option --model is required")
-            self.engine_config()
+        if self.engine == "process" and self.model is None:
+            raise ValueError("option --model is required")
+        self.engine_config()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("options --tls-cert and --tls-key go together")
         if self.tls_ca is not None and self.tls_cert is None:
