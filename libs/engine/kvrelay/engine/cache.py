@@ -59,8 +59,8 @@ class KvCache:
             .view(model.num_layers, 2, self.num_blocks, block_size, model.num_kv_heads, model.head_dim)
         )
         # Views for attention, made once: a layer's keys and values by slot, and both by block (values after all keys).
-        self._keys = [layer[0].view(num_slots, model.kv_size) for layer in self.data]
-        self._values = [layer[1].view(num_slots, model.kv_size) for layer in self.data]
+        self._keys = [layer[0].flatten(0, 1) for layer in self.data]
+        self._values = [layer[1].flatten(0, 1) for layer in self.data]
         self._blocks = [layer.flatten(0, 1) for layer in self.data]
 
     @property
@@ -70,12 +70,14 @@ class KvCache:
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keys and values [T, Hkv, D] into `slots` int64 [T]."""
-        self._keys[layer].index_copy_(0, slots, k.flatten(1).to(self.data.dtype))
-        self._values[layer].index_copy_(0, slots, v.flatten(1).to(self.data.dtype))
+        if k.dtype is not self.data.dtype:
+            k, v = k.to(self.data.dtype), v.to(self.data.dtype)
+        self._keys[layer].index_copy_(0, slots, k)
+        self._values[layer].index_copy_(0, slots, v)
 
-    def gather(self, layer: int, indices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def gather(self, layer: int, indices: torch.Tensor, out: torch.Tensor) -> None:
         """Blocks into `out` [len(indices), block_size, Hkv, D]; block b's keys are index b, its values b + num_blocks."""
-        return torch.index_select(self._blocks[layer], 0, indices, out=out)
+        torch.index_select(self._blocks[layer], 0, indices, out=out)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Each source block onto its target, in order, in all layers."""

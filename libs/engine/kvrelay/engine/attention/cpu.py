@@ -45,12 +45,13 @@ class CpuAttention:
                 prefills.append(Prefill(start, end, context, None))
             else:
                 blocks = batch.block_tables[i, : counts[i]].astype(np.int64)
-                prefills.append(Prefill(start, end, context, _indices(blocks, kv)))
+                gather = Gathering(blocks, 1, kv, self._workspace)
+                prefills.append(Prefill(start, end, context, gather))
                 masked = max(masked, context)
         mask = CausalMask(
-            masked, max((p.end - p.start for p in prefills if p.indices is not None), default=0), self._dtype
+            masked, max((p.end - p.start for p in prefills if p.gather is not None), default=0), self._dtype
         )
-        return CpuStep(torch.from_numpy(batch.slots), nd, groups, prefills, mask, self._workspace)
+        return CpuStep(torch.from_numpy(batch.slots), nd, groups, prefills, mask)
 
     def _group(
         self, rows: NDArray[np.int64], lens: NDArray[np.int64], tables: NDArray[np.int32], kv: KvCache
@@ -59,7 +60,8 @@ class CpuAttention:
         blocks = np.where(first_tokens < lens[:, None], tables, 0).astype(np.int64)
         hidden = np.arange(tables.shape[1] * kv.block_size) >= lens[:, None]
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-        return DecodeGroup(torch.from_numpy(rows), _indices(blocks.reshape(-1), kv), mask[:, None, None])
+        gather = Gathering(blocks.reshape(-1), len(rows), kv, self._workspace)
+        return DecodeGroup(torch.from_numpy(rows), gather, mask[:, None, None])
 
 
 def _split(lens: NDArray[np.int64], kv: KvCache) -> list[NDArray[np.int64]]:
@@ -78,32 +80,39 @@ def _split(lens: NDArray[np.int64], kv: KvCache) -> list[NDArray[np.int64]]:
     return [np.asarray(group) for group in groups]
 
 
-def _indices(blocks: NDArray[np.int64], kv: KvCache) -> torch.Tensor:
-    """Of the blocks' keys, and then of their values."""
-    return torch.from_numpy(np.concatenate((blocks, blocks + kv.num_blocks)))
-
-
 class Workspace:
     """Room for one layer's gathered blocks, used again by every group and layer; it grows to the largest."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty((0, 0))
 
-    def gather(
-        self, layer: int, indices: torch.Tensor, batch: int, kv: KvCache, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [batch, Hkv, L, D], views that hold until the next call."""
-        if len(indices) > len(self._buffer):
-            self._buffer = torch.empty((len(indices), *kv.data.shape[3:]), dtype=kv.data.dtype)
-        found = kv.gather(layer, indices, self._buffer[: len(indices)]).to(dtype)
-        keys, values = found.view(2, batch, -1, *kv.data.shape[4:]).transpose(2, 3)
-        return keys, values
+    def room(self, num_blocks: int, kv: KvCache) -> torch.Tensor:
+        """[num_blocks, block_size, Hkv, D]: holds what is gathered there until the next gathering anywhere."""
+        if num_blocks > len(self._buffer):
+            self._buffer = torch.empty((num_blocks, *kv.data.shape[3:]), dtype=kv.data.dtype)
+        return self._buffer[:num_blocks]
+
+
+class Gathering:
+    """The blocks of `batch` sequences, as many of each, in one layer after the other."""
+
+    def __init__(self, blocks: NDArray[np.int64], batch: int, kv: KvCache, workspace: Workspace) -> None:
+        self._indices = torch.from_numpy(np.concatenate((blocks, blocks + kv.num_blocks)))  # keys, then values
+        self._room = workspace.room(len(self._indices), kv)
+        self._keys, self._values = self._room.view(2, batch, -1, *kv.data.shape[4:]).transpose(2, 3)
+
+    def __call__(self, layer: int, kv: KvCache, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [batch, Hkv, L, D], that hold until the next call of any."""
+        kv.gather(layer, self._indices, self._room)
+        if dtype is self._room.dtype:
+            return self._keys, self._values
+        return self._keys.to(dtype), self._values.to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
     rows: torch.Tensor
-    indices: torch.Tensor
+    gather: Gathering
     mask: torch.Tensor
     """[B, 1, 1, L], added."""
 
@@ -113,8 +122,8 @@ class Prefill:
     start: int
     end: int
     context: int
-    indices: torch.Tensor | None
-    """Its blocks; None where all that it attends to is computed in this step."""
+    gather: Gathering | None
+    """Of its blocks; None where all that it attends to is computed in this step."""
 
 
 class CausalMask:
@@ -140,28 +149,30 @@ class CpuStep:
         groups: list[DecodeGroup],
         prefills: list[Prefill],
         mask: CausalMask,
-        workspace: Workspace,
     ) -> None:
         self._slots = slots
         self._num_decodes = num_decodes
         self._groups = groups
         self._prefills = prefills
         self._mask = mask
-        self._workspace = workspace
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KvCache) -> torch.Tensor:
         num_tokens = len(self._slots)
-        kv.write(layer, self._slots, k[:num_tokens], v[:num_tokens])
+        if len(k) > num_tokens:
+            k, v = k[:num_tokens], v[:num_tokens]
+        kv.write(layer, self._slots, k, v)
         if kv.data.dtype is not q.dtype:
             # What a later step will read back is what this one attends to.
             k, v = k.to(kv.data.dtype).to(q.dtype), v.to(kv.data.dtype).to(q.dtype)
+        if self._num_decodes == len(q):
+            return self._decode(layer, q, kv)
         parts = [self._decode(layer, q[: self._num_decodes], kv)] if self._groups else []
         for prefill in self._prefills:
             span = slice(prefill.start, prefill.end)
-            if prefill.indices is None:
+            if prefill.gather is None:
                 parts.append(_causal(q[span], k[span], v[span]))
             else:
-                parts.extend(self._continue(layer, q[span], prefill, prefill.indices, kv))
+                parts.extend(self._continue(layer, q[span], prefill, prefill.gather, kv))
         if len(q) > num_tokens:
             parts.append(q.new_zeros((len(q) - num_tokens, *q.shape[1:])))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -175,14 +186,14 @@ class CpuStep:
         return out
 
     def _decode_group(self, layer: int, q: torch.Tensor, group: DecodeGroup, kv: KvCache) -> torch.Tensor:
-        keys, values = self._workspace.gather(layer, group.indices, len(q), kv, q.dtype)
+        keys, values = group.gather(layer, kv, q.dtype)
         grouped = q.reshape(len(q), keys.shape[1], -1, q.shape[-1])
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask).reshape(q.shape)
 
     def _continue(
-        self, layer: int, q: torch.Tensor, prefill: Prefill, indices: torch.Tensor, kv: KvCache
+        self, layer: int, q: torch.Tensor, prefill: Prefill, gather: Gathering, kv: KvCache
     ) -> list[torch.Tensor]:
-        keys, values = self._workspace.gather(layer, indices, 1, kv, q.dtype)
+        keys, values = gather(layer, kv, q.dtype)
         parts = []
         for first in range(0, len(q), self._mask.rows):
             piece = q[first : first + self._mask.rows]

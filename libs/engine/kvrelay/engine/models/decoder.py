@@ -86,9 +86,9 @@ class Layer:
         """Queries [T, Hq, D], keys and values [T, Hkv, D]; queries and keys are rotated together."""
         config = self._config
         qkv = self._qkv(self._input_norm(hidden)).view(len(hidden), -1, config.head_dim)
-        values = config.num_heads + config.num_kv_heads
-        heads = rotate(self._head_norm(qkv[:, :values]), cos, sin)
-        return heads[:, : config.num_heads], heads[:, config.num_heads :], qkv[:, values:]
+        turned, v = torch.split(qkv, [config.num_heads + config.num_kv_heads, config.num_kv_heads], 1)
+        q, k = torch.split(rotate(self._head_norm(turned), cos, sin), [config.num_heads, config.num_kv_heads], 1)
+        return q, k, v
 
     def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """`hidden` [T, H] and its attention [T, Hq, D] → the layer's output [T, H]."""
