@@ -6,6 +6,7 @@ that was shared, evicted, copied or written wrongly shows as a wrong hash.
 
 from collections import defaultdict
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -31,11 +32,7 @@ EOS = 96
 
 def prefixes(tokens: Seq[int]) -> list[int]:
     """The KV of each position."""
-    values, value = [], 0
-    for token in tokens:
-        value = hash((value, token))
-        values.append(value)
-    return values
+    return list(accumulate(tokens, lambda value, token: hash((value, token)), initial=0))[1:]
 
 
 def next_token(kv: int, choice: int) -> int:
@@ -250,7 +247,7 @@ class Harness:
             if output:
                 if (output[-1] == EOS and not sampling.ignore_eos) or output[-1] in sampling.stop_token_ids:
                     return output, FinishReason.STOP
-                if len(output) == sampling.max_tokens:
+                if len(output) >= (sampling.max_tokens or 1 << 30):
                     return output, FinishReason.LENGTH
                 if len(request.prompt_token_ids) + len(output) >= self.engine.limits.max_model_len:
                     return output, FinishReason.LENGTH

@@ -2,7 +2,8 @@
 
 _SCALE = 64.0
 """Tokens at which an error is blamed half on the fixed cost of a step and half on the cost of its tokens."""
-_RATE = 0.3
+_RATE_SLOWER, _RATE_FASTER = 0.7, 0.3
+"""How much of an error is believed. A step slower than expected is believed sooner: to go over the limit costs more."""
 _MARGIN = 0.8
 """Of the limit: what a step is planned to take. The rest is for context that grows and for noise."""
 
@@ -17,10 +18,11 @@ class StepBudget:
     """
 
     def __init__(self, *, max_step_ms: float, max_tokens: int, floor: int, start: int) -> None:
-        """`floor`: tokens that a step may have whatever they take; `start`: what the first steps are held to."""
+        """`floor`: tokens that a step may have whatever they take, within `max_tokens`, which is hard; `start`: what the
+        first steps are held to."""
         self._limit = max_step_ms / 1000.0
-        self._floor = floor
-        self._max_tokens = max(max_tokens, floor)
+        self._floor = min(floor, max_tokens)
+        self._max_tokens = max_tokens
         self._proven = max(floor, start / 2)
         self._fixed = 0.0
         self._each = _MARGIN * self._limit / max(start, 1)
@@ -39,9 +41,10 @@ class StepBudget:
         bound = 0.5 * expected + 0.005
         error = max(-bound, min(seconds - expected, bound))
         size = num_tokens / _SCALE
-        gain = _RATE * error / (1.0 + size * size)
+        gain = (_RATE_SLOWER if error > 0 else _RATE_FASTER) * error / (1.0 + size * size)
         self._fixed = min(max(0.0, self._fixed + gain), 0.5 * self._limit)
-        self._each = max(1e-9, self._each + gain * size / _SCALE)
+        # Beyond the point where the floor alone takes twice the limit, more would only be slower to unlearn.
+        self._each = min(max(1e-9, self._each + gain * size / _SCALE), 2.0 * self._limit / self._floor)
         if seconds <= self._limit:
             self._proven = max(self._proven, float(num_tokens))
         else:

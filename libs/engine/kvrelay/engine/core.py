@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, NoCapacity, TransferFailed
 from kvrelay.common.ids import Fingerprint, RequestId
-from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs
+from kvrelay.common.request import ChoiceDelta, EngineRequest, FinishReason, PositionLogprobs
 from kvrelay.engine.batch import Batch, LayerHook, Sample, StepResult
 from kvrelay.engine.budget import StepBudget
 from kvrelay.engine.check import violations
@@ -154,6 +154,13 @@ class Engine:
             if (entry := self._ledger.entries.get(request_id)) is not None:
                 self._ledger.retire(entry)
 
+    def end_choice(self, request_id: RequestId, choice: int) -> None:
+        """Ends one choice, silently: a stop string was found in its text. Unknown ones are ignored."""
+        entry = self._ledger.entries.get(request_id)
+        for seq in list(entry.sequences) if entry is not None and entry.prompt_computed else ():
+            if entry is not None and seq.choice == choice:
+                self._ledger.finish(entry, seq, FinishReason.STOP)
+
     def fail(self, request_id: RequestId, error: KvrelayError) -> None:
         """Ends a request in any state, with a RequestFailed. Unknown ids are ignored."""
         if (entry := self._ledger.entries.get(request_id)) is not None:
@@ -175,7 +182,12 @@ class Engine:
         batch = self.schedule()
         if batch is None:
             return self.drain()
-        return self.update(batch, self.run(batch))
+        try:
+            result = self.run(batch)
+        except BaseException:
+            self.abandon()
+            raise
+        return self.update(batch, result)
 
     @property
     def has_work(self) -> bool:
@@ -216,6 +228,15 @@ class Engine:
                 self._advance(part.seq, drawn[part.seq])
         self._forget()
         return self.drain()
+
+    def abandon(self) -> None:
+        """The step in flight has failed, what it was to write is undefined: the requests in it fail."""
+        requests = {seq.request.request_id for seq in self._ledger.flight}
+        self.manager.end_step()
+        for request_id in requests:
+            self.fail(request_id, Internal("the step failed"))
+        self._ledger.end_step()
+        self._forget()
 
     def drain(self) -> StepUpdate:
         """What was said since the last update, if anything."""
