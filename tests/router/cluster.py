@@ -246,9 +246,10 @@ class Real:
         self._folder = folder
         self._redis_port = free_port()
         self.redis_url = f"redis://127.0.0.1:{self._redis_port}/0"
-        self.redis: Process
+        self._redis: list[Process] = []
         self.pods: dict[str, Process] = {}
         self.router: Router
+        self._closing: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
 
     async def start(self, *names: str, **options: object) -> Router:
         """`p0`, `d1`, `b0`: names begin with the letter of their role."""
@@ -258,12 +259,16 @@ class Real:
         settings = RouterSettings(model=self._model, served_model_name="fake", redis_url=self.redis_url, **options)  # type: ignore[arg-type]
         self.router = Router(settings, PodDirectory(self.redis_url, settings.cluster), CollectorRegistry())
         await self.router.start()
+        self._closing.push_async_callback(self.router.close)
         await until(lambda: self.num_usable == len(names), seconds=30)
         return self.router
 
     async def start_redis(self) -> None:
         line = [str(get_binary_path()), "--port", str(self._redis_port), "--bind", "127.0.0.1", "--save", ""]
-        self.redis = await Process.start(*line, "--dir", str(self._folder), log=self._folder / "redis.log")
+        self._redis.append(await Process.start(*line, "--dir", str(self._folder), log=self._folder / "redis.log"))
+
+    async def stop_redis(self) -> None:
+        await self._redis[-1].signal(signal.SIGKILL)
 
     async def launch(self, name: str) -> None:
         role = {"p": "prefill", "d": "decode", "b": "both"}[name[0]]
@@ -318,8 +323,10 @@ class Real:
         return not held and seen.free_blocks == seen.num_blocks
 
     async def close(self) -> None:
-        with contextlib.suppress(AttributeError):
-            await self.router.close()
-        for process in (*self.pods.values(), self.redis):
-            await process.signal(signal.SIGCONT)
-            await process.signal(signal.SIGKILL)
+        """The router first: it hears of no death that is none of the test's."""
+        try:
+            await self._closing.aclose()
+        finally:
+            for process in (*self.pods.values(), *self._redis):
+                await process.signal(signal.SIGCONT)
+                await process.signal(signal.SIGKILL)

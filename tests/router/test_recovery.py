@@ -91,7 +91,7 @@ async def test_decode_pod_dies_in_mid_stream(real: Real, model_dir: Path) -> Non
 async def test_decode_pod_is_stopped(real: Real, model_dir: Path) -> None:
     """It breaks no connection, and when it goes on, what it held is freed."""
     await real.start("d0", "d1")
-    asked = await ask(real, model_dir, max_tokens=600, ignore_eos=True)
+    asked = await ask(real, model_dir, max_tokens=300, ignore_eos=True)
     await until(lambda: asked.has(5))
     victim = await real.holder_of("num_requests", "d0", "d1")
     await real.pods[victim].signal(signal.SIGSTOP)
@@ -119,7 +119,7 @@ async def test_pods_die_and_return_at_random(real: Real, model_dir: Path) -> Non
 
 async def test_redis_goes_and_comes_back(real: Real, model_dir: Path) -> None:
     await real.start("p0", "d0")
-    await real.redis.signal(signal.SIGKILL)
+    await real.stop_redis()
     for number in range(3):
         await (await ask(real, model_dir, number)).ends_well()
     await real.start_redis()

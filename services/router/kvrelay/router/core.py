@@ -68,7 +68,8 @@ class Router:
         """Takes no more; returns when the last request ended, or after the timeout."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+            async with asyncio.timeout(timeout_seconds):
+                await self._idle.wait()
 
     async def close(self) -> None:
         """Ends what still runs; bounded in time."""
@@ -86,9 +87,12 @@ class Router:
         if model not in ("", self._model.name):
             raise ModelNotFound(f"the model {model!r} does not exist", "model")
         decoding = self._dispatcher.pods.decoding()
+        limits = [pod.record.max_model_len for pod in decoding]
+        if decoding:  # a request's KV must fit one pod
+            limits.append(max(pod.num_kv_tokens for pod in decoding))
         return ModelInfo(
             name=self._model.name,
-            max_model_len=min([self._model.max_model_len, *(pod.record.max_model_len for pod in decoding)]),
+            max_model_len=min([self._model.max_model_len, *limits]),
             vocab_size=self._model.vocab_size,
             eos_token_ids=self._model.tokenizer.eos_token_ids,
             has_chat_template=self._model.tokenizer.has_chat_template,

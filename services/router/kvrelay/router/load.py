@@ -77,8 +77,11 @@ class Load:
         self._own_prefill_tokens -= prefill_tokens
         self._score()
 
-    def end(self) -> None:
+    def end(self, kv_tokens: int) -> None:
+        """The pod is believed to have the room again; if it has not, it refuses, and its next report says so."""
         self._own_requests -= 1
+        self._since_report_requests -= 1
+        self._since_report_tokens -= kv_tokens
         self._score()
 
     def refused(self) -> None:
@@ -89,9 +92,11 @@ class Load:
 
     def _score(self) -> None:
         report = self._report
-        requests = max(self._own_requests, report.num_running + report.num_waiting + self._since_report_requests)
+        told = report.num_running + report.num_waiting + self._since_report_requests
+        requests = max(self._own_requests, told)
         self.prefill_score = max(self._own_prefill_tokens, report.waiting_tokens) + requests
-        self.free_tokens = report.free_blocks * self.block_size - self._since_report_tokens
+        num_tokens = report.num_blocks * self.block_size
+        self.free_tokens = min(num_tokens, report.free_blocks * self.block_size - self._since_report_tokens)
         # Requests count; the share of blocks taken decides between equal ones.
-        self.decode_score = requests + 1.0 - self.free_tokens / max(1, report.num_blocks * self.block_size)
+        self.decode_score = requests + 1.0 - self.free_tokens / max(1, num_tokens)
         self.startable = report.credits > self._since_report_requests

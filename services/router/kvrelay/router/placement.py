@@ -18,7 +18,8 @@ class Placement:
         self._tokens = request.num_prompt_tokens
         self._computing: Pod | None = prefill or decode
         self._on_release = on_release
-        decode.load.begin(0 if prefill else self._tokens, self._tokens + request.num_choices)
+        self._kv_tokens = self._tokens + request.num_choices
+        decode.load.begin(0 if prefill else self._tokens, self._kv_tokens)
         if prefill is not None:
             prefill.load.begin(self._tokens, self._tokens)
 
@@ -28,9 +29,9 @@ class Placement:
             self._computing.load.computed(self._tokens)
             self._computing = None
             if self.prefill is not None:
-                self.prefill.load.end()
+                self.prefill.load.end(self._tokens)
 
     def release(self) -> None:
         self.prefill_done()
-        self.decode.load.end()
+        self.decode.load.end(self._kv_tokens)
         self._on_release()

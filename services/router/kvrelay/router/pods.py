@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from kvrelay.common.discovery import PodRecord
-from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, StaleEpoch, Unavailable
+from kvrelay.common.errors import Cancelled, DeadlineExceeded, Internal, KvrelayError, StaleEpoch, Unavailable
 from kvrelay.common.ids import RequestId, RouterId
 from kvrelay.common.request import EngineRequest, Ticket
 from kvrelay.common.rpc import CHANNEL_OPTIONS, called, from_rpc_error
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 async def uncancelled(call: Awaitable[T]) -> T:
-    """gRPC answers calls on a closed channel by CancelledError; that is no cancellation of the caller."""
+    """Raises KvrelayError. gRPC ends calls on a closed channel by CancelledError: that is no cancellation of the caller."""
     try:
         return await call
     except asyncio.CancelledError as error:
@@ -56,6 +56,15 @@ async def uncancelled(call: Awaitable[T]) -> T:
         if task is None or task.cancelling():
             raise
         raise Unavailable("the connection to the pod was closed") from error
+    except grpc.aio.AioRpcError as error:
+        raise of_pod(from_rpc_error(error)) from error
+    except Cancelled as error:
+        raise of_pod(error) from error
+
+
+def of_pod(error: KvrelayError) -> KvrelayError:
+    """No one here cancelled: to a request, a call that the pod or the connection ended is a pod that cannot be had."""
+    return Unavailable(error.message) if isinstance(error, Cancelled) else error
 
 
 class Pod:
@@ -71,6 +80,7 @@ class Pod:
             group=group,
             self_sufficient=record.role == "both",
         )
+        self.num_kv_tokens = record.num_blocks * self.load.block_size
         self.usable = False
         # A connection of its own to the pod as well: what it left behind there is not taken over by the next.
         self._router_id = RouterId(f"{router_id}.{secrets.token_hex(4)}")
@@ -95,16 +105,19 @@ class Pod:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self._lost = _reason(done.pop())
         finally:
-            self._lost = self._lost or Unavailable("the router is closing")
-            self._set_usable(False, on_usable)
+            self._lose(self._lost or Unavailable("the router is closing"), on_usable)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for inbox in self._inboxes.values():
-                inbox.put_nowait(PodLost(self.load, self._lost))
-            self._inboxes.clear()
             await self._channel.close(None)
         return self._lost
+
+    def _lose(self, reason: KvrelayError, on_usable: Callable[[], None]) -> None:
+        self._lost = reason
+        self._set_usable(False, on_usable)
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(PodLost(self.load, reason))
+        self._inboxes.clear()
 
     async def _watch_health(self, on_status: Callable[[], None], on_usable: Callable[[], None]) -> None:
         call = self._watch(pod_pb2.WatchRequest(router_id=self._router_id))
@@ -209,8 +222,6 @@ class Pod:
                 await uncancelled(self._read_prefill(call, ticket.attempt, inbox))
             finally:
                 call.cancel()
-        except grpc.aio.AioRpcError as error:
-            inbox.put_nowait(PrefillFailed(ticket.attempt, from_rpc_error(error)))
         except KvrelayError as error:
             inbox.put_nowait(PrefillFailed(ticket.attempt, error))
 

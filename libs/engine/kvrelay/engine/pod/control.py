@@ -40,9 +40,10 @@ class PodServicer(pod_pb2_grpc.PodServicer):
     async def Watch(self, request: pod_pb2.WatchRequest, context: WatchContext) -> None:  # type: ignore[override]
         async with answering(context):
             while not self._state.over:
+                told = self._state.num_changes
                 await context.write(self._status())
                 await asyncio.sleep(MIN_STATUS_SECONDS)
-                await self._state.changed(STATUS_SECONDS - MIN_STATUS_SECONDS)
+                await self._state.changed(STATUS_SECONDS - MIN_STATUS_SECONDS, since=told)
 
     def _status(self) -> pod_pb2.PodStatus:
         state = self._state

@@ -18,6 +18,7 @@ class PodState:
         """Someone asked the pod to leave."""
         self.grace_seconds: float | None = None
         """The last asker's; None: the configured one."""
+        self.num_changes = 0
         self._changed = asyncio.Event()
 
     def serve(self) -> None:
@@ -50,11 +51,14 @@ class PodState:
 
     def touch(self) -> None:
         """Something changed that watchers want to know."""
+        self.num_changes += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def changed(self, seconds: float) -> None:
-        """Returns at the next change, or after that time."""
+    async def changed(self, seconds: float, since: int | None = None) -> None:
+        """Returns at the next change, or after that time; at once where there were more changes than `since`."""
+        if since is not None and self.num_changes != since:
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):  # wait_for may lose a cancellation in Python 3.11
                 await self._changed.wait()
