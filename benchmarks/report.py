@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from benchmarks.workload import Measured
@@ -65,8 +66,8 @@ def _median(values: list[float]) -> float | None:
 
 def table(runs: Mapping[str, Sequence[Figures]], base: str) -> Table:
     """One row a subject; throughput as a ratio to `base`'s, the medians of the rounds."""
-    shown = Table(title=f"medians of the rounds, milliseconds; ratio to {base}")
-    for heading in ("subject", "tok/s", "ratio", "TTFT p50", "p99", "ITL p50", "p99", "tok/s by round"):
+    shown = Table(title=f"medians of the rounds, milliseconds; ratio to {base}", box=SIMPLE_HEAD)
+    for heading in ("subject", "tok/s", "ratio", "TTFT p50", "p99", "ITL p50", "p99", "rounds"):
         shown.add_column(heading, no_wrap=True)
     reference = median(runs[base]).output_tokens_per_second
     for name, each in runs.items():

@@ -155,8 +155,8 @@ def run_status(args: argparse.Namespace, console: Console) -> int:
 
 
 def status_table(stack: Stack) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for heading in ("name", "state", "pid", "HTTP", "gRPC", "requests", "blocks", "free", "sent", "received"):
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("name", "state", "pid", "HTTP", "gRPC", "reqs", "blocks", "free", "sent", "received"):
         table.add_column(heading, no_wrap=True)
     for node in stack.nodes:
         table.add_row(*_row(node))
