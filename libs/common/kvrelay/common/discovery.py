@@ -27,6 +27,7 @@ from redis.exceptions import RedisError
 
 from kvrelay.common.ids import Epoch, Fingerprint, PodId
 from kvrelay.common.layout import KvLayout
+from kvrelay.common.tasks import end_task
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +135,7 @@ class Registration:
     async def stop(self) -> None:
         """Gives the lease back and says so. Bounded by a few COMMAND_SECONDS; never raises for Redis."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_task(self._task)
             self._task = None
             try:
                 await self._forget()
@@ -219,9 +218,7 @@ class PodDirectory:
         ]
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*map(end_task, self._tasks))
         self._tasks = []
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()

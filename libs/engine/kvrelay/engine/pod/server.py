@@ -15,6 +15,7 @@ from kvrelay.common import net
 from kvrelay.common.discovery import PodRecord, Registration
 from kvrelay.common.errors import Draining, Internal, KvrelayError
 from kvrelay.common.rpc import SERVER_OPTIONS
+from kvrelay.common.tasks import end_task
 from kvrelay.common.telemetry import exposition
 from kvrelay.engine.api import EngineClient
 from kvrelay.engine.messages import Progress
@@ -99,8 +100,9 @@ class Pod:
                 return False
             info = starting.result()
         finally:
-            await _cancel(leaving)
-            await _cancel(starting)
+            await end_task(leaving)
+            if not starting.done():
+                await end_task(starting)
         self._outputs = asyncio.create_task(self._routes.run(), name="outputs")
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -121,8 +123,8 @@ class Pod:
             if leaving.done():
                 await self.drain()
         finally:
-            await _cancel(leaving)
-            await _cancel(dead)
+            await end_task(leaving)
+            await end_task(dead)
         if outputs.done() and not outputs.cancelled() and (error := outputs.exception()) is not None:
             raise Internal(f"outputs could not be handed on: {error!r}") from error
         if self._engine.dead.is_set():
@@ -155,7 +157,7 @@ class Pod:
             await self._server.stop(STOP_SECONDS)
         await self._engine.close()
         if self._outputs is not None:
-            await _cancel(self._outputs)
+            await end_task(self._outputs)
         if self._web is not None:
             await self._web.stop()
 
@@ -235,8 +237,3 @@ class Pod:
             transport=info.transport,
             version=VERSION,
         )
-
-
-async def _cancel(task: "asyncio.Task[object]") -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
