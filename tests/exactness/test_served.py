@@ -1,0 +1,120 @@
+"""Greedy answers of real stacks, in float32, are those of transformers: token for token, log-probabilities within 1e-3."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.exactness.conftest import running
+from tests.exactness.reference import OUTPUT_TOKENS, Reference
+from tests.exactness.served import Answer, ask_all, inspect, payload_bytes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
+"""Of SmolLM2's KV in float32: 30 layers, K and V, 3 heads of 64."""
+
+
+def ask(url: str, cases: dict[str, Reference], at_once: int) -> dict[str, Answer]:
+    prompts = [case.prompt for case in cases.values()]
+    answers = asyncio.run(ask_all(url, prompts, at_once, max_tokens=OUTPUT_TOKENS))
+    return {name: choices[0] for name, choices in zip(cases, answers, strict=True)}
+
+
+def check(cases: dict[str, Reference], answers: dict[str, Answer]) -> None:
+    for name, answer in answers.items():
+        cases[name].check(name, answer.tokens, answer.logprobs)
+
+
+def test_one_pod_that_does_both(model_dir: Path, tmp_path: Path, short_cases: dict[str, Reference]) -> None:
+    options = {"max-num-batched-tokens": "96"}
+    with running(model_dir, tmp_path, prefill=0, decode=0, both=1, engine_options=options) as stack:
+        check(short_cases, ask(stack.url, short_cases, at_once=16))
+        assert payload_bytes(stack) == 0
+
+
+def test_prefill_and_decode_cold_and_with_hits(model_dir: Path, tmp_path: Path, cases: dict[str, Reference]) -> None:
+    with running(model_dir, tmp_path, prefill=1, decode=1, router_options={"local-prefill-tokens": "0"}) as stack:
+        check(cases, ask(stack.url, cases, at_once=16))
+        again = {name: case for name, case in cases.items() if len(case.prompt) > 16}
+        answers = ask(stack.url, again, at_once=1)
+        check(again, answers)
+        for name, answer in answers.items():
+            # All that was cached is found, but for the prompt's last token and what shares a block with it.
+            assert answer.cached_tokens == (len(cases[name].prompt) - 1) // 16 * 16, name
+
+
+def test_two_of_each(model_dir: Path, tmp_path: Path, short_cases: dict[str, Reference]) -> None:
+    engine = {"block-size": "32", "max-num-batched-tokens": "100"}
+    router = {"local-prefill-tokens": "0"}
+    with running(model_dir, tmp_path, prefill=2, decode=2, engine_options=engine, router_options=router) as stack:
+        check(short_cases, ask(stack.url, short_cases, at_once=16))
+        for node in stack.prefill:
+            assert inspect(node).transfer.transfers_completed > 0, f"{node.name} had nothing to do"
+
+
+def test_after_a_preemption(model_dir: Path, tmp_path: Path, short_cases: dict[str, Reference]) -> None:
+    names = [name for name, case in short_cases.items() if len(case.prompt) >= 50] * 3
+    engine = {"kv-cache-bytes": str(40 * 16 * TOKEN_BYTES), "max-model-len": "600", "no-prefix-caching": True}
+    with running(model_dir, tmp_path, prefill=0, decode=0, both=1, engine_options=engine) as stack:
+        prompts = [short_cases[name].prompt for name in names]
+        answers = asyncio.run(ask_all(stack.url, prompts, len(names), max_tokens=OUTPUT_TOKENS))
+        for name, choices in zip(names, answers, strict=True):
+            short_cases[name].check(name, choices[0].tokens, choices[0].logprobs)
+        assert inspect(stack.both[0]).num_preemptions > 0, "the pool was meant to be too small"
+
+
+def test_the_payload_is_what_the_decode_pod_lacks(model_dir: Path, tmp_path: Path) -> None:
+    rng = random.Random(7)
+    prompt = [rng.randrange(100, 40_000) for _ in range(256)]
+    with running(model_dir, tmp_path, prefill=1, decode=1, router_options={"local-prefill-tokens": "0"}) as stack:
+
+        def sent(tokens: list[int], **options: object) -> int:
+            before = payload_bytes(stack)
+            asyncio.run(ask_all(stack.url, [tokens], 1, max_tokens=4, ignore_eos=True, **options))
+            return payload_bytes(stack) - before
+
+        assert sent(prompt) == 256 * TOKEN_BYTES
+        moved = inspect(stack.prefill[0]).transfer
+        assert moved.payload_bytes_overlapped >= moved.payload_bytes_sent / 2
+        assert sent(prompt) == 0
+        assert sent(prompt + prompt[:64]) == 64 * TOKEN_BYTES
+        assert sent(prompt[::-1], n=4) == 256 * TOKEN_BYTES
+
+
+def test_four_branches_of_one_transfer_differ(model_dir: Path, tmp_path: Path, cases: dict[str, Reference]) -> None:
+    prompt = cases["story"].prompt
+    options = {"n": 4, "temperature": 1.0, "seed": 11, "max_tokens": 24}
+    with running(model_dir, tmp_path, prefill=1, decode=1, router_options={"local-prefill-tokens": "0"}) as stack:
+        [first] = asyncio.run(ask_all(stack.url, [prompt], 1, **options))
+        assert len({answer.tokens for answer in first}) == 4
+        assert inspect(stack.prefill[0]).transfer.transfers_completed == 1
+        [again] = asyncio.run(ask_all(stack.url, [prompt], 1, **options))
+        assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
+
+
+@pytest.mark.parametrize(("p", "d"), [("16", "32"), ("32", "16")])
+def test_block_sizes_are_converted(
+    model_dir: Path, tmp_path: Path, short_cases: dict[str, Reference], p: str, d: str
+) -> None:
+    some = {name: case for name, case in short_cases.items() if len(case.prompt) > 14}
+    pods = {"prefill-0": {"block-size": p}, "decode-0": {"block-size": d}}
+    router = {"local-prefill-tokens": "0"}
+    with running(model_dir, tmp_path, prefill=1, decode=1, pod_options=pods, router_options=router) as stack:
+        check(some, ask(stack.url, some, at_once=8))
+
+
+def test_dtypes_of_the_kv_are_converted(model_dir: Path, tmp_path: Path, short_cases: dict[str, Reference]) -> None:
+    """A cache in bfloat16 rounds keys and values to 8 bits: tokens agree where the choice was clear."""
+    clear = {name: case for name, case in short_cases.items() if min(case.gaps[:4]) > 1.0 and len(case.prompt) > 4}
+    assert len(clear) >= 3
+    for kv in ({"prefill-0": {"kv-dtype": "bfloat16"}}, {"decode-0": {"kv-dtype": "bfloat16"}}):
+        run_dir = tmp_path / next(iter(kv))
+        router = {"local-prefill-tokens": "0"}
+        with running(model_dir, run_dir, prefill=1, decode=1, pod_options=kv, router_options=router) as stack:
+            for name, answer in ask(stack.url, clear, at_once=4).items():
+                assert answer.tokens[:4] == clear[name].tokens[:4], name
+            assert inspect(stack.prefill[0]).transfer.payload_bytes_sent == sum(
+                len(case.prompt) for case in clear.values()
+            ) * (TOKEN_BYTES // 2)
