@@ -225,17 +225,20 @@ class TestPrefillSide:
         ]
 
     def test_is_never_preempted(self, harness: Any) -> None:
-        h = harness(num_blocks=8, max_num_seqs=4, watermark=0.0)
-        requests = [h.request(f"d{i}", [i, 4, 5], max_tokens=70) for i in range(3)]
+        """Though it has the worst rank of those that run, and they need blocks while it computes."""
+        h = harness(num_blocks=8, max_num_batched_tokens=20, watermark=0.0)
+        requests = [h.request(f"d{i}", [i, 4, 5], max_tokens=30) for i in range(3)]
         for request in requests:
             h.engine.add(request)
-        h.step()
+        for _ in range(12):
+            h.step()
         prefill = h.request("p", 64, priority=5)
         seq = h.engine.prefill(prefill)
         while not h.output("p"):
             h.step()
-            if seq.blocks:
-                h.runner.verify(seq.blocks, seq.tokens[: seq.num_computed])
+            h.runner.verify(seq.blocks, seq.tokens[: seq.num_computed])
+            assert len(seq.blocks) == 4
+        assert h.engine.stats().num_preemptions > 0
         for _ in range(20):
             h.step()
             h.runner.verify(seq.blocks, prefill.prompt_token_ids)
@@ -382,7 +385,7 @@ class TestDecodeSide:
         h.engine.reserve(h.request("b", 30, cache_salt="b"), 3)
         with pytest.raises(NoCapacity):
             h.engine.reserve(h.request("c", 60, cache_salt="c"), 0)
-        while not h.kinds("b"):
+        for _ in range(36):
             h.step()
         assert h.kinds("b") == ["TicketRevoked"]
         assert h.port.over == ["b"]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.common.ids import RequestId
 from kvrelay.engine.budget import StepBudget
 
 pytestmark = pytest.mark.unit
@@ -82,6 +83,40 @@ class TestRoom:
         for request in requests:
             h.check_output(request)
         h.check_empty()
+
+    def test_who_is_in_the_step_already_is_not_preempted(self, harness: Any) -> None:
+        """Two decode sequences take the last blocks; the prompt, though of the best rank, comes after them and lets go."""
+        h = harness(num_blocks=6, max_num_batched_tokens=20, watermark=0.0)
+        decoding = [h.request(f"d{i}", [i, 4, 5], priority=1, max_tokens=40) for i in range(2)]
+        for request in decoding:
+            h.engine.add(request)
+        for _ in range(13):
+            h.step()
+        prompt = h.request("p", 64)
+        h.engine.add(prompt)
+        h.step()
+        h.step()
+        assert [part[0] for part in last(h)] == ["d0", "d1"]
+        assert h.engine.stats().num_preemptions == 1
+        h.run()
+        for request in (*decoding, prompt):
+            h.check_output(request)
+
+    def test_who_waits_with_blocks_gives_way_when_nothing_runs(self, harness: Any) -> None:
+        h = harness(num_blocks=4, max_num_seqs=1, watermark=0.0)
+        h.engine.add(h.request("r", 5))
+        h.step()
+        attached = [h.request(name, [i, *range(2, 17)]) for i, name in enumerate("ab")]
+        for request in attached:
+            h.deliver(h.engine.reserve(request, 0), request)
+        urgent = h.request("urgent", [7] * 50, priority=-1)
+        h.engine.add(urgent)
+        h.engine.abort([RequestId("r")])
+        h.step()
+        assert last(h)[0][0] == "urgent"
+        h.run()
+        for request in (*attached, urgent):
+            h.check_output(request)
 
     def test_a_preempted_sequence_finds_its_prefix_again(self, harness: Any) -> None:
         h = harness(num_blocks=7, watermark=0.0)
