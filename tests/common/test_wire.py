@@ -137,6 +137,7 @@ def test_deltas_survive(reason: FinishReason | None) -> None:
         finish_reason=reason,
         stop_token_id=0,
         error="internal: why",
+        attempt=3,
     )
     sent = wire.delta_to_proto(delta).SerializeToString()
     assert wire.delta_from_proto(types_pb2.ChoiceDelta.FromString(sent)) == delta

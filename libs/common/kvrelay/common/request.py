@@ -137,6 +137,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     stop_token_id: int | None = None
     error: str = ""
     """With FinishReason.ERROR: `code: message`."""
+    attempt: int = 0
+    """Of the request: on one pod, tokens of an old attempt must not pass for those of the next. 0: it has no attempts."""
 
 
 class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True):

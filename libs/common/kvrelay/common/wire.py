@@ -165,6 +165,7 @@ def delta_to_proto(delta: ChoiceDelta) -> pb.ChoiceDelta:
         finish_reason=_FINISH[delta.finish_reason],
         stop_token_id=delta.stop_token_id,
         error=delta.error,
+        attempt=delta.attempt,
     )
 
 
@@ -180,6 +181,7 @@ def delta_from_proto(message: pb.ChoiceDelta) -> ChoiceDelta:
         finish_reason=finish_from_proto(message.finish_reason),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         error=message.error,
+        attempt=message.attempt,
     )
 
 

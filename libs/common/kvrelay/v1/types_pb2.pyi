@@ -300,6 +300,7 @@ class ChoiceDelta(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice: _builtins.int
     index: _builtins.int
@@ -309,6 +310,8 @@ class ChoiceDelta(_message.Message):
     """the stop token that ended the choice, where it was one"""
     error: _builtins.str
     """with FINISH_REASON_ERROR: the code and what happened"""
+    attempt: _builtins.int
+    """of the request; a receiver takes those of the attempt that it waits for"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -326,10 +329,11 @@ class ChoiceDelta(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         stop_token_id: _builtins.int | None = ...,
         error: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "choice", b"choice", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "attempt", b"attempt", "choice", b"choice", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

@@ -95,7 +95,7 @@ class Engine:
         entry = self._ledger.open(request)
         self._ledger.launch(entry, entry.sequence(0, ()))
 
-    def prefill(self, request: EngineRequest) -> Sequence:
+    def prefill(self, request: EngineRequest, attempt: int = 0) -> Sequence:
         """Computes the prompt and one token a choice. The blocks are held, also after an abort, until `push_done`.
 
         A push may read `blocks` of the returned sequence (one list for its life) below the positions computed. Resumed
@@ -103,7 +103,7 @@ class Engine:
         """
         if request.request_id in self._ledger.ending:
             raise NoCapacity(f"the push of a former attempt of {request.request_id} has not ended")
-        entry = self._ledger.open(request)
+        entry = self._ledger.open(request, attempt)
         seq = entry.sequence(0, (), request.sampling.n)
         seq.whole = entry.pushing = True
         entry.sequences.append(seq)
@@ -290,12 +290,12 @@ class Engine:
         return branches
 
     def _append(self, entry: Entry, seq: Sequence, sample: Sample) -> None:
-        delta = self._delta(seq, sample)
+        delta = self._delta(entry, seq, sample)
         self._ledger.say(delta)
         if delta.finish_reason is not None:
             self._ledger.finish(entry, seq, delta.finish_reason)
 
-    def _delta(self, seq: Sequence, sample: Sample) -> ChoiceDelta:
+    def _delta(self, entry: Entry, seq: Sequence, sample: Sample) -> ChoiceDelta:
         seq.tokens.append(sample.token)
         self._generated_tokens += 1
         reason, stop = self.limits.ending(seq)
@@ -307,6 +307,7 @@ class Engine:
             logprobs=() if sample.logprobs is None else (sample.logprobs,),
             finish_reason=reason,
             stop_token_id=stop,
+            attempt=entry.attempt,
         )
 
     def _hold_for_push(self, entry: Entry, seq: Sequence, samples: list[Sample]) -> None:
@@ -318,11 +319,15 @@ class Engine:
                 sample = Sample(seq, sample.choice, forced[0])
                 self._ledger.say(
                     ChoiceDelta(
-                        request_id=entry.request.request_id, choice=sample.choice, index=0, token_ids=forced[:1]
+                        request_id=entry.request.request_id,
+                        choice=sample.choice,
+                        index=0,
+                        token_ids=forced[:1],
+                        attempt=entry.attempt,
                     )
                 )
             elif sample.choice in rest:
-                self._ledger.say(self._delta(entry.sequence(sample.choice, ()), sample))
+                self._ledger.say(self._delta(entry, entry.sequence(sample.choice, ()), sample))
 
     def _count(self, batch: Batch, result: StepResult) -> None:
         self._steps += 1

@@ -196,7 +196,7 @@ class Driver:
         return m.Reserved(call=message.call, ticket=ticket, num_cached_tokens=reservation.num_cached)
 
     def _prefill(self, request: EngineRequest, ticket: Ticket) -> None:
-        seq = self._engine.prefill(request)
+        seq = self._engine.prefill(request, ticket.attempt)
         try:
             self._pushes.start(request, ticket, seq)
         except KvrelayError:

@@ -4,7 +4,6 @@ import dataclasses
 import time
 
 from kvrelay.common.errors import InvalidRequest
-from kvrelay.common.ids import RequestId
 from kvrelay.common.request import ChoiceDelta, EngineRequest, FinishReason, PositionLogprobs
 from kvrelay.engine.sequence import Sequence, State
 
@@ -119,13 +118,14 @@ class Limits:
                 raise InvalidRequest("resume goes beyond the model's length", "resume")
 
 
-def ended(request_id: RequestId, seq: Sequence, reason: FinishReason, stop_token_id: int | None) -> ChoiceDelta:
+def ended(entry: Entry, seq: Sequence, reason: FinishReason, stop_token_id: int | None) -> ChoiceDelta:
     """Of a resumed choice whose forced tokens leave nothing to compute."""
     return ChoiceDelta(
-        request_id=request_id,
+        request_id=entry.request.request_id,
         choice=seq.choice,
         index=seq.num_output,
         token_ids=(),
         finish_reason=reason,
         stop_token_id=stop_token_id,
+        attempt=entry.attempt,
     )

@@ -108,7 +108,7 @@ class Ledger:
         """A resumed choice may have nothing left to compute: it ends with a delta of no tokens."""
         reason, stop = self._limits.ending(seq)
         if reason is not None:
-            self.say(ended(entry.request.request_id, seq, reason, stop))
+            self.say(ended(entry, seq, reason, stop))
             self.finish(entry, seq, reason)
 
     # Say.

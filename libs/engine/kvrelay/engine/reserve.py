@@ -134,6 +134,7 @@ class Admission:
             self._ledger.end_if_complete(entry, seq)
             return
         seq.tokens.extend(first.token_ids)
+        first = msgspec.structs.replace(first, attempt=entry.attempt)
         reason, stop = self._limits.ending(seq)
         if first.finish_reason is None and reason is not None:  # this side's model length may be the shorter
             first = msgspec.structs.replace(first, finish_reason=reason, stop_token_id=stop)

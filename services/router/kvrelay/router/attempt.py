@@ -149,8 +149,10 @@ class Run:
     def _take(self, item: news.News) -> Iterable[Event]:
         """What follows from one piece of news: events for the client, or AttemptFailed. Raises KvrelayError when interrupted."""
         match item:
-            case ChoiceDelta():
+            case ChoiceDelta() if item.attempt == self._attempt:
                 return self._take_decoded(item)
+            case ChoiceDelta():
+                self._observer.ignored(item)
             case news.Interrupted(error=error):
                 raise error
             case news.PodLost(pod=pod, error=error):

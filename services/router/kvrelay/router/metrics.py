@@ -6,7 +6,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvrelay.common.errors import KvrelayError
-from kvrelay.common.request import FinishReason
+from kvrelay.common.request import ChoiceDelta, FinishReason
 from kvrelay.router.job import ChoiceEvent, Event, PreparedRequest, PromptEvent, UsageEvent
 from kvrelay.router.recovery import Culprit
 
@@ -29,6 +29,9 @@ class Metrics:
         )
         self._retries = Counter(
             "kvrelay_router_retries", "Attempts that failed and were followed by another", ["reason"], registry=registry
+        )
+        self._stale = Counter(
+            "kvrelay_router_stale_tokens", "Tokens of attempts that were given up, not taken", registry=registry
         )
         self._success = Counter(
             "vllm:request_success", "Choices that finished", ["model_name", "finished_reason"], registry=registry
@@ -61,6 +64,9 @@ class Metrics:
 
     def count_retry(self, culprit: Culprit) -> None:
         self._retries.labels(culprit.value).inc()
+
+    def count_stale(self, num_tokens: int) -> None:
+        self._stale.inc(num_tokens)
 
     def count_end(self, status: str) -> None:
         self._requests.labels(status).inc()
@@ -95,6 +101,10 @@ class Observer:
 
     def retried(self, culprit: Culprit) -> None:
         self._metrics.count_retry(culprit)
+
+    def ignored(self, delta: ChoiceDelta) -> None:
+        """A pod spoke for an attempt that is over."""
+        self._metrics.count_stale(len(delta.token_ids))
 
     def failed(self, error: KvrelayError) -> None:
         self._status = error.code

@@ -83,6 +83,7 @@ class Work:
             logprobs=self.speaker.logprobs(token),
             finish_reason=reason,
             stop_token_id=stop_token if reason is FinishReason.STOP else None,
+            attempt=self.attempt,
         )
 
     def adopt(self, deltas: tuple[ChoiceDelta, ...]) -> None:

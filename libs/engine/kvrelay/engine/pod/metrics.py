@@ -76,7 +76,7 @@ class PodCollector(Collector):
         counters = self._routes.counters
         yield GaugeMetricFamily("kvrelay_pod_routers", "Routers with a token stream", value=self._routes.num_routers)
         yield CounterMetricFamily(
-            "kvrelay_pod_dropped_deltas", "Outputs of requests that no one waits for", value=counters.dropped_deltas
+            "kvrelay_pod_dropped_deltas", "Outputs that no one waits for", value=counters.dropped_deltas
         )
         yield CounterMetricFamily(
             "kvrelay_pod_slow_streams", "Streams ended because their reader was too slow", value=counters.slow_streams

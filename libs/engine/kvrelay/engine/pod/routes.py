@@ -205,19 +205,19 @@ class Routes:
         first: dict[RequestId, list[ChoiceDelta]] = {}
         for notice in output.notices:
             owned = self._owned.get(notice.request_id)
-            if owned is not None:
+            if owned is not None and notice.attempt == owned.attempt:
                 if isinstance(notice.kind, m.RequestFailed):
                     deltas.setdefault(owned.router_id, []).extend(self._failed(notice.request_id, owned, notice.kind))
                 else:
                     notices.setdefault(owned.router_id, []).append(notice)
         for delta in output.deltas:
-            owned = self._owned.get(delta.request_id)
-            if owned is not None:
+            owned, prefill = self._owned.get(delta.request_id), self._prefills.get(delta.request_id)
+            if owned is not None and delta.attempt == owned.attempt:
                 deltas.setdefault(owned.router_id, []).append(delta)
                 self._follow(owned, delta)
-            if delta.request_id in self._prefills:
+            elif prefill is not None and delta.attempt == prefill.attempt:
                 first.setdefault(delta.request_id, []).append(delta)
-            elif owned is None:
+            else:
                 self.counters.dropped_deltas += 1
         for router_id in deltas.keys() | notices.keys():
             self._send_step(router_id, steps.step_to_proto(deltas.get(router_id, ()), notices.get(router_id, ())))
@@ -241,6 +241,7 @@ class Routes:
                 token_ids=(),
                 finish_reason=FinishReason.ERROR,
                 error=f"{failure.code}: {failure.message}",
+                attempt=owned.attempt,
             )
             for choice, length in owned.lengths.items()
         ]
