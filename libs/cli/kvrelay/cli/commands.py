@@ -82,6 +82,7 @@ def _pod(options: StackOptions, name: str, kind: str, redis_url: str, ports: tup
     line += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1]), "--redis-url", redis_url]
     line += ["--cluster", options.cluster, "--index", name.rpartition("-")[2]]
     line += ["--engine", options.engine, "--threads", str(options.threads_per_pod)]
+    line += _token("--auth-token-file", options)
     if kind == "both":
         line += ["--role", "both"]
     line += flags({**options.engine_options, **options.pod_options.get(name, {})})
@@ -94,9 +95,14 @@ def _router(options: StackOptions, redis_url: str, ports: tuple[int, int]) -> Co
     line = [sys.executable, "-m", "kvrelay.router.main", "--model", str(options.model)]
     line += ["--served-model-name", options.served_model_name, "--cluster", options.cluster]
     line += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1]), "--redis-url", redis_url]
+    line += _token("--pod-auth-token-file", options)
     line += flags({**options.router_options, **options.pod_options.get("router", {})})
     env = _env(options, "router")
     return Command(name="router", kind="router", line=tuple(line), env=env, http_port=ports[0], grpc_port=ports[1])
+
+
+def _token(flag: str, options: StackOptions) -> list[str]:
+    return [flag, options.pod_auth_token_file] if options.pod_auth_token_file else []
 
 
 def _env(options: StackOptions, name: str) -> dict[str, str]:

@@ -70,7 +70,7 @@ def _ask(stack: Stack, prompt: str, console: Console) -> None:
 
 
 def _happened(stack: Stack, timing: Timing) -> Table:
-    reports = {node.name: inspect(node.grpc_address) for node in stack.pods}
+    reports = {node.name: inspect(node.grpc_address, stack.pod_token) for node in stack.pods}
     table = Table("what happened", "", show_header=True)
     table.add_row("pods", ", ".join(f"{name} ({_transport(report)})" for name, report in reports.items()))
     sent = [report for report in reports.values() if report is not None]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from kvrelay.common.access import bearer
 from kvrelay.v1 import pod_pb2, pod_pb2_grpc
 
 ASK_SECONDS = 3.0
@@ -29,13 +30,13 @@ class PodReport:
     transfer_seconds: float
 
 
-def inspect(address: str) -> PodReport | None:
-    """None where the pod does not answer."""
+def inspect(address: str, token: str = "") -> PodReport | None:
+    """None where the pod does not answer, or wants another token."""
     with grpc.insecure_channel(address) as channel:
         stub = pod_pb2_grpc.PodStub(channel)
         try:
-            info = stub.GetInfo(pod_pb2.GetInfoRequest(), timeout=ASK_SECONDS)
-            held = stub.Inspect(pod_pb2.InspectRequest(), timeout=ASK_SECONDS)
+            info = stub.GetInfo(pod_pb2.GetInfoRequest(), timeout=ASK_SECONDS, metadata=bearer(token))
+            held = stub.Inspect(pod_pb2.InspectRequest(), timeout=ASK_SECONDS, metadata=bearer(token))
         except grpc.RpcError:
             return None
     moved = held.transfer

@@ -36,6 +36,8 @@ class StackOptions:
     redis_url: str = ""
     """Empty: the stack starts a server of its own."""
     cluster: str = "default"
+    pod_auth_token_file: str = ""
+    """A file with the token that pods want to see; empty: they want none."""
     engine_options: Mapping[str, str | bool] = field(default_factory=dict)
     router_options: Mapping[str, str | bool] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from kvrelay.cli.node import Node
 from kvrelay.cli.options import StackOptions
 from kvrelay.cli.process import launch
 from kvrelay.cli.state import Entry, State
+from kvrelay.common.access import read_token
 
 READY_SECONDS = 180.0
 STOP_SECONDS = 15.0
@@ -244,6 +245,11 @@ class Stack:
     def url(self) -> str:
         """Of the router's HTTP front."""
         return self.router.http_address
+
+    @property
+    def pod_token(self) -> str:
+        """What the pods want to see; empty: nothing. Raises ValueError where its file cannot be read."""
+        return read_token(Path(self.options.pod_auth_token_file)) if self.options.pod_auth_token_file else ""
 
     def pids(self) -> list[int]:
         return [pid for node in self._nodes for pid in node.pids()]

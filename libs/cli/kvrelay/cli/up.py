@@ -69,6 +69,7 @@ def add_stack_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grpc-port", type=int, default=ROUTER_GRPC_PORT, help="of the router [%(default)s]")
     parser.add_argument("--free-ports", action="store_true", help="any free ports, for all processes")
     parser.add_argument("--cluster", default="default", help="name in Redis [%(default)s]")
+    parser.add_argument("--pod-auth-token-file", type=Path, metavar="FILE", help="with the token that pods ask for")
     parser.add_argument("--timeout", type=float, default=READY_SECONDS, help="seconds until ready [%(default)s]")
 
 
@@ -98,6 +99,7 @@ def stack_options(args: argparse.Namespace) -> StackOptions:
         grpc_port=args.grpc_port,
         redis_url=os.environ.get("REDIS_URL", ""),
         cluster=args.cluster,
+        pod_auth_token_file=str(args.pod_auth_token_file.resolve()) if args.pod_auth_token_file else "",
         engine_options={**engine_options, **pairs(args.engine_option)},
         router_options={**router_options, **pairs(args.router_option)},
     )
@@ -158,12 +160,13 @@ def status_table(stack: Stack) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("name", "state", "pid", "HTTP", "gRPC", "reqs", "blocks", "free", "sent", "received"):
         table.add_column(heading, no_wrap=True)
+    token = stack.pod_token
     for node in stack.nodes:
-        table.add_row(*_row(node))
+        table.add_row(*_row(node, token))
     return table
 
 
-def _row(node: Node) -> tuple[str, ...]:
+def _row(node: Node, token: str) -> tuple[str, ...]:
     if not node.alive:
         return node.name, "[red]dead[/]", str(node.pid)
     if node.kind == "redis":
@@ -171,7 +174,7 @@ def _row(node: Node) -> tuple[str, ...]:
     seen = node.readiness()
     shown = "[green]ready[/]" if seen.ready else f"[yellow]{escape(seen.text)}[/]"
     known = node.name, shown, str(node.pid), str(node.http_port), str(node.grpc_port)
-    report = inspect(node.grpc_address) if node.kind != "router" else None
+    report = inspect(node.grpc_address, token) if node.kind != "router" else None
     if report is None:
         return known
     blocks = str(report.num_requests), str(report.num_blocks), str(report.free_blocks)

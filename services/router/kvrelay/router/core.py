@@ -34,7 +34,7 @@ class Router:
     """See `kvrelay.router.job.Inference`. `start` once, then anything in any number at once, `close` once."""
 
     def __init__(self, settings: RouterSettings, directory: Directory, registry: CollectorRegistry) -> None:
-        """Raises Internal where the model's folder cannot be read."""
+        """Raises Internal where the model's folder, or a certificate, cannot be read."""
         self.router_id = RouterId(f"router-{secrets.token_hex(6)}")
         self._model = ServedModel(settings.model, settings.model_name)
         self._created = int(time.time())
@@ -49,6 +49,7 @@ class Router:
             POLICIES[settings.policy](settings.local_prefill_tokens),
             directory,
             self.router_id,
+            settings.pod_access(),
             max_waiting=settings.max_queue,
             patience_seconds=settings.unavailable_after_ms / 1000,
         )

@@ -1,5 +1,6 @@
 """Puts requests on pods: the policy's answer on the pods of now, or a wait in the queue."""
 
+from kvrelay.common.access import PodAccess
 from kvrelay.common.ids import RouterId
 from kvrelay.router.placement import Placement
 from kvrelay.router.pods import Pod
@@ -12,10 +13,17 @@ class Dispatcher:
     """Owns pods and queue."""
 
     def __init__(
-        self, policy: Policy, directory: Directory, router_id: RouterId, *, max_waiting: int, patience_seconds: float
+        self,
+        policy: Policy,
+        directory: Directory,
+        router_id: RouterId,
+        access: PodAccess,
+        *,
+        max_waiting: int,
+        patience_seconds: float,
     ) -> None:
         self.queue = Queue(self._claim, max_waiting=max_waiting)
-        self.pods = Pods(directory, router_id, self.queue.dispatch)
+        self.pods = Pods(directory, router_id, access, self.queue.dispatch)
         self._policy = policy
         self._patience_seconds = patience_seconds
 

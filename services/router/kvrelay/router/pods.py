@@ -15,6 +15,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
+from kvrelay.common.access import PodAccess
 from kvrelay.common.discovery import PodRecord
 from kvrelay.common.errors import Cancelled, DeadlineExceeded, Internal, KvrelayError, StaleEpoch, Unavailable
 from kvrelay.common.ids import RequestId, RouterId
@@ -70,7 +71,7 @@ def of_pod(error: KvrelayError) -> KvrelayError:
 class Pod:
     """`usable`: it said that it is ready, and what it streams arrives here."""
 
-    def __init__(self, record: PodRecord, group: int, router_id: RouterId) -> None:
+    def __init__(self, record: PodRecord, group: int, router_id: RouterId, access: PodAccess) -> None:
         self.record = record
         self.streams = record.role != "prefill"
         self.load = Load(
@@ -84,7 +85,8 @@ class Pod:
         self.usable = False
         # A connection of its own to the pod as well: what it left behind there is not taken over by the next.
         self._router_id = RouterId(f"{router_id}.{secrets.token_hex(4)}")
-        self._channel = grpc.aio.insecure_channel(record.grpc_address, options=_OPTIONS)
+        self._metadata = access.metadata
+        self._channel = access.channel(record.grpc_address, _OPTIONS)
         self._watch = pod_pb2_grpc.PodStub(self._channel).Watch
         self._decode = decode_pb2_grpc.DecodeStub(self._channel)
         self._prefill = prefill_pb2_grpc.PrefillStub(self._channel)
@@ -120,7 +122,7 @@ class Pod:
         self._inboxes.clear()
 
     async def _watch_health(self, on_status: Callable[[], None], on_usable: Callable[[], None]) -> None:
-        call = self._watch(pod_pb2.WatchRequest(router_id=self._router_id))
+        call = self._watch(pod_pb2.WatchRequest(router_id=self._router_id), metadata=self._metadata)
         while True:
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
@@ -156,7 +158,7 @@ class Pod:
             on_usable()
 
     async def _read_stream(self, on_usable: Callable[[], None]) -> None:
-        call = self._decode.Stream(decode_pb2.StreamRequest(router_id=self._router_id))
+        call = self._decode.Stream(decode_pb2.StreamRequest(router_id=self._router_id), metadata=self._metadata)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await call.initial_metadata()
@@ -203,7 +205,7 @@ class Pod:
         )
         timeout = min(timeout_seconds, RESERVE_SECONDS)
         try:
-            answer = await uncancelled(called(self._decode.Reserve(message, timeout=timeout)))
+            answer = await uncancelled(called(self._decode.Reserve(message, timeout=timeout, metadata=self._metadata)))
         except DeadlineExceeded as error:
             raise Unavailable(f"{self} does not answer") from error
         if local_prefill:
@@ -217,7 +219,7 @@ class Pod:
         message = prefill_pb2.PrefillRequest(request=request_to_proto(request), ticket=ticket_to_proto(ticket))
         try:
             self._check_connected()
-            call = self._prefill.Prefill(message, timeout=timeout_seconds)
+            call = self._prefill.Prefill(message, timeout=timeout_seconds, metadata=self._metadata)
             try:
                 await uncancelled(self._read_prefill(call, ticket.attempt, inbox))
             finally:
@@ -243,7 +245,7 @@ class Pod:
         with contextlib.suppress(KvrelayError):
             self._check_connected()
             message = decode_pb2.AbortRequest(request_ids=[request_id])
-            await uncancelled(called(self._decode.Abort(message, timeout=ABORT_SECONDS)))
+            await uncancelled(called(self._decode.Abort(message, timeout=ABORT_SECONDS, metadata=self._metadata)))
 
 
 def _reason(task: asyncio.Task[None]) -> KvrelayError:

@@ -5,8 +5,9 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
+from kvrelay.common.access import PodAccess
 from kvrelay.common.discovery import PodRecord, RetryPolicy
-from kvrelay.common.errors import IncompatibleLayout
+from kvrelay.common.errors import IncompatibleLayout, KvrelayError
 from kvrelay.common.ids import Epoch, PodId, RouterId
 from kvrelay.common.layout import KvLayout, check_compatible
 from kvrelay.router.load import Load
@@ -33,10 +34,13 @@ class Pods:
     A pod stays known while its record stands in the directory or its health stream is open: losing the directory loses no pod.
     """
 
-    def __init__(self, directory: Directory, router_id: RouterId, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, directory: Directory, router_id: RouterId, access: PodAccess, on_change: Callable[[], None]
+    ) -> None:
         self.view = PodsView()
         self._directory = directory
         self._router_id = router_id
+        self._access = access
         self._on_change = on_change
         self._keepers: dict[tuple[PodId, Epoch], asyncio.Task[None]] = {}
         self._usable: dict[Load, Pod] = {}
@@ -74,8 +78,9 @@ class Pods:
         """Connects, and again whenever the pod is lost, while its record stands."""
         group = self._group_of(record.layout)
         failures = 0
+        former: KvrelayError | None = None
         while self._directory.pods().get(record.pod_id) == record:
-            pod = Pod(record, group, self._router_id)
+            pod = Pod(record, group, self._router_id, self._access)
             was_usable = False
 
             def refresh(pod: Pod = pod) -> None:
@@ -85,8 +90,9 @@ class Pods:
 
             reason = await pod.serve(self._on_change, refresh)
             failures = 1 if was_usable else failures + 1
-            if failures == 1:
-                log.warning("lost pod %s: %s", pod, reason)
+            if failures == 1 or type(reason) is not type(former):
+                log.warning("%s pod %s: %s", "lost" if was_usable else "cannot use", pod, reason)
+            former = reason
             await asyncio.sleep(RECONNECT.delay(failures))
         self._keepers.pop((record.pod_id, record.epoch), None)
 

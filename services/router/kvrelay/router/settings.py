@@ -4,8 +4,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
+from kvrelay.common.access import PodAccess, token_option
 from kvrelay.common.settings import ServiceSettings, Size
 
 MAX_KEY_FILE_BYTES = 1 << 20
@@ -34,6 +35,16 @@ class RouterSettings(ServiceSettings):
     """Of a request that names none."""
     max_timeout_ms: int = Field(default=3_600_000, ge=1, le=86_400_000)
     """The longest that a request may name; a longer one is cut to it."""
+    pod_auth_token: SecretStr | None = None
+    """What pods that were started with --auth-token want to see."""
+    pod_auth_token_file: Path | None = None
+    """A file with that token, in place of the token itself, which all users of the host could read in the command line."""
+    pod_tls_ca: Path | None = None
+    """PEM file: the authority that signed the pods' certificates; with it, pods are called over TLS."""
+    pod_tls_cert: Path | None = None
+    """PEM file: the router's own certificate chain, for pods that want to see one."""
+    pod_tls_key: Path | None = None
+    """PEM file: its private key."""
     policy: Literal["least_loaded"] = "least_loaded"
     """How pods are chosen."""
     local_prefill_tokens: int = Field(default=32, ge=0)
@@ -50,6 +61,20 @@ class RouterSettings(ServiceSettings):
         if not (self.model / "tokenizer.json").is_file():
             raise ValueError(f"model: {self.model} has no tokenizer.json")
         return self
+
+    @model_validator(mode="after")
+    def _check_pod_access(self) -> Self:
+        token_option("pod-auth-token", self.pod_auth_token, self.pod_auth_token_file)
+        if (self.pod_tls_cert is None) != (self.pod_tls_key is None):
+            raise ValueError("options --pod-tls-cert and --pod-tls-key go together")
+        if self.pod_tls_cert is not None and self.pod_tls_ca is None:
+            raise ValueError("option --pod-tls-cert needs --pod-tls-ca")
+        return self
+
+    def pod_access(self) -> PodAccess:
+        """Raises Internal where a certificate cannot be read, ValueError where the token's file cannot."""
+        token = token_option("pod-auth-token", self.pod_auth_token, self.pod_auth_token_file)
+        return PodAccess.load(token, ca=self.pod_tls_ca, cert=self.pod_tls_cert, key=self.pod_tls_key)
 
     @property
     def model_name(self) -> str:

@@ -167,9 +167,8 @@ class Pod:
         settings = self._settings
         listener = net.listen(settings.host, settings.listen_http)
         self.http_port = listener.getsockname()[1]
-        token = None if settings.auth_token is None else settings.auth_token.get_secret_value()
         registry = pod_registry(self._engine, self.state, self._routes, settings.model_name)
-        app = WebApp(self.state, self._engine.dead, lambda: exposition(registry), self._details, token)
+        app = WebApp(self.state, self._engine.dead, lambda: exposition(registry), self._details, settings.token)
         self._web = WebServer(app, listener)
         self._web.start()
 
@@ -187,8 +186,7 @@ class Pod:
 
     def _make_server(self) -> grpc.aio.Server:
         settings = self._settings
-        token = settings.auth_token
-        interceptors = [] if token is None else [TokenInterceptor(token.get_secret_value())]
+        interceptors = [TokenInterceptor(settings.token)] if settings.token else []
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         pod_pb2_grpc.add_PodServicer_to_server(
             PodServicer(self._engine, self.state, role=settings.role, version=VERSION, test_hooks=settings.test_hooks),

@@ -2,11 +2,13 @@
 
 import secrets
 import socket
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
+from kvrelay.common.access import token_option
 from kvrelay.common.discovery import PodRole
 from kvrelay.common.ids import PodId
 from kvrelay.common.settings import ServiceSettings, Size
@@ -43,6 +45,8 @@ class PodSettings(ServiceSettings):
 
     auth_token: SecretStr | None = None
     """Callers must bring it as `authorization: Bearer TOKEN`."""
+    auth_token_file: Path | None = None
+    """A file with that token, in place of the token itself, which all users of the host could read in the command line."""
     tls_cert: Path | None = None
     """PEM file: this pod's certificate chain."""
     tls_key: Path | None = None
@@ -107,6 +111,7 @@ class PodSettings(ServiceSettings):
         if self.engine == "process" and self.model is None:
             raise ValueError("option --model is required")
         self.engine_config()
+        token_option("auth-token", self.auth_token, self.auth_token_file)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("options --tls-cert and --tls-key go together")
         if self.tls_ca is not None and self.tls_cert is None:
@@ -116,6 +121,11 @@ class PodSettings(ServiceSettings):
     def engine_config(self) -> EngineConfig:
         """Raises ValueError where the options do not go together."""
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.__struct_fields__})
+
+    @cached_property
+    def token(self) -> str:
+        """Empty: callers need none. Raises ValueError where its file cannot be read."""
+        return token_option("auth-token", self.auth_token, self.auth_token_file)
 
     @property
     def listen_grpc(self) -> int:

@@ -20,7 +20,10 @@ Answer = tuple[int, str, bytes]
 
 
 class WebApp:
-    """`metrics` gives the exposition; `dead` is set when the engine is gone; `details` goes into /readyz's answer."""
+    """`metrics` gives the exposition; `dead` is set when the engine is gone; `details` goes into /readyz's answer.
+
+    `token` is what draining takes; empty: anyone may ask.
+    """
 
     def __init__(
         self,
@@ -28,7 +31,7 @@ class WebApp:
         dead: asyncio.Event,
         metrics: Callable[[], bytes],
         details: Callable[[], dict[str, object]],
-        token: str | None,
+        token: str,
     ) -> None:
         self._state = state
         self._dead = dead
@@ -64,7 +67,7 @@ class WebApp:
                 return _json(404, {"error": "there is no such page"})
 
     def _drain(self, scope: Scope) -> Answer:
-        if self._token is not None:
+        if self._token:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
                 return _json(401, {"error": "the token is missing or wrong"})
