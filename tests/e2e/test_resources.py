@@ -69,7 +69,7 @@ def test_the_kernel_counts_the_same_bytes(stack: Stack) -> None:
     sender, receiver = engine_of(stack.prefill[0]), engine_of(stack.decode[0])
     payload, wire = payload_bytes(stack), tcp_bytes(sender, receiver)
     assert wire > 0, "the connection is there already"
-    ask(stack, random_prompts(random.Random(2), 8, 128), at_once=1, num_tokens=1)
+    ask(stack, random_prompts(random.Random(2), 8, 128), at_once=1, num_tokens=2)
     assert_whole(stack.pods)
     payload, wire = payload_bytes(stack) - payload, tcp_bytes(sender, receiver) - wire
     assert payload == 8 * 128 * BFLOAT16_TOKEN_BYTES
@@ -81,7 +81,7 @@ def test_a_decode_pod_with_all_its_kv_in_use(stack: Stack) -> None:
     prompts = random_prompts(random.Random(3), 1, LONG_TOKENS)
     rounds = KV_CACHE_BYTES // (BFLOAT16_TOKEN_BYTES * LONG_TOKENS) + 1
     before = pss_bytes(engine_of(node))
-    ask(stack, prompts * rounds, at_once=1, num_tokens=1)
+    ask(stack, prompts * rounds, at_once=1, num_tokens=2)
     assert inspect(stack.prefill[0]).transfer.transfers_failed == 0
     assert pss_bytes(engine_of(node)) - before > 0.9 * KV_CACHE_BYTES, "nearly all of the pool was blank before"
     assert pod_bytes(node) < DECODE_POD_BYTES
