@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from kvrelay.common.errors import Cancelled, InvalidRequest, KvrelayError, ModelNotFound
+from kvrelay.common.errors import Cancelled, ContextLengthExceeded, InvalidRequest, KvrelayError, ModelNotFound
 from kvrelay.common.ids import Fingerprint, RequestId
 from kvrelay.common.request import EngineRequest, FinishReason
 from kvrelay.router.job import (
@@ -82,9 +82,9 @@ class StubRouter:
         room = MAX_LEN - len(tokens)
         sampling = source.sampling
         if room < 1:
-            raise InvalidRequest(f"the prompt is over {MAX_LEN} tokens", _field(source.prompt))
+            raise ContextLengthExceeded(f"the prompt is over {MAX_LEN} tokens", _field(source.prompt))
         if (sampling.max_tokens or 1) > room:
-            raise InvalidRequest(f"prompt and output are over {MAX_LEN} tokens", "max_tokens")
+            raise ContextLengthExceeded(f"prompt and output are over {MAX_LEN} tokens", "max_tokens")
         sampling = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens or room, seed=sampling.seed or 0)
         self.prepared.append(source)
         request = EngineRequest(

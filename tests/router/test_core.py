@@ -11,6 +11,7 @@ import pytest
 
 from kvrelay.common.errors import (
     Cancelled,
+    ContextLengthExceeded,
     DeadlineExceeded,
     InvalidRequest,
     KvrelayError,
@@ -158,10 +159,14 @@ BAD = {
 async def test_bad_requests_touch_no_pod(local: Local) -> None:
     router = await local.start()
     named: dict[str, str | None] = {}
+    too_long = set()
     for case, (fields, _) in BAD.items():
         with pytest.raises(InvalidRequest) as caught:
             await router.prepare(source(**fields))  # type: ignore[arg-type]
         named[case] = caught.value.param
+        if isinstance(caught.value, ContextLengthExceeded):
+            too_long.add(case)
+    assert too_long == {"prompt too long", "chat too long", "max_tokens over the rest", "min_tokens over the rest"}
     assert named == {case: param for case, (_, param) in BAD.items()}
 
 

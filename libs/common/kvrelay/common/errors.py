@@ -30,6 +30,12 @@ class Unsupported(InvalidRequest):
     code = "unsupported"
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and output do not fit the model. Clients know the code: it is OpenAI's."""
+
+    code = "context_length_exceeded"
+
+
 class ModelNotFound(InvalidRequest):
     code = "model_not_found"
 
@@ -107,6 +113,7 @@ class Status:
 STATUS: dict[type[KvrelayError], Status] = {
     InvalidRequest: Status(400, "invalid_request_error", "INVALID_ARGUMENT"),
     Unsupported: Status(400, "invalid_request_error", "INVALID_ARGUMENT"),
+    ContextLengthExceeded: Status(400, "invalid_request_error", "INVALID_ARGUMENT"),
     ModelNotFound: Status(404, "invalid_request_error", "NOT_FOUND"),
     RequestTooLarge: Status(413, "invalid_request_error", "RESOURCE_EXHAUSTED"),
     Unauthenticated: Status(401, "invalid_request_error", "UNAUTHENTICATED"),

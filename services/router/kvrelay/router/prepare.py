@@ -5,7 +5,7 @@ import time
 
 import msgspec
 
-from kvrelay.common.errors import InvalidRequest
+from kvrelay.common.errors import ContextLengthExceeded, InvalidRequest
 from kvrelay.common.ids import new_request_id
 from kvrelay.common.request import EngineRequest, SamplingParams
 from kvrelay.common.tokenizer import Tokenizer, check_unicode
@@ -24,7 +24,7 @@ class Preparer:
         self._max_timeout_ms = max_timeout_ms
 
     async def prepare(self, source: GenerateInput, max_model_len: int) -> PreparedRequest:
-        """Raises InvalidRequest, which names the field."""
+        """Raises InvalidRequest, which names the field; ContextLengthExceeded where prompt and output do not fit the model."""
         arrival = time.monotonic()
         source.sampling.validate(self._vocab_size)
         timeout_ms = self._timeout_ms(source)
@@ -103,20 +103,22 @@ def _check_routing(source: GenerateInput) -> None:
 
 
 def _bounded(sampling: SamplingParams, num_prompt: int, max_model_len: int, field: str) -> SamplingParams:
-    """With `max_tokens` and `seed`. Raises InvalidRequest where prompt and output do not fit the model."""
+    """With `max_tokens` and `seed`. Raises ContextLengthExceeded where prompt and output do not fit the model."""
     room = max_model_len - num_prompt
     if room < 1:
-        raise InvalidRequest(
+        raise ContextLengthExceeded(
             f"the prompt has {num_prompt} tokens; with at least one of output it is over the model's {max_model_len}",
             field,
         )
     if sampling.max_tokens is not None and sampling.max_tokens > room:
-        raise InvalidRequest(
+        raise ContextLengthExceeded(
             f"max_tokens is {sampling.max_tokens}, and the prompt has {num_prompt} tokens: together over the model's "
             f"{max_model_len}",
             "max_tokens",
         )
     if sampling.min_tokens > room:
-        raise InvalidRequest(f"min_tokens is {sampling.min_tokens}, and only {room} fit after the prompt", "min_tokens")
+        raise ContextLengthExceeded(
+            f"min_tokens is {sampling.min_tokens}, and only {room} fit after the prompt", "min_tokens"
+        )
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     return msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens or room, seed=seed)
