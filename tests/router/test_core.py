@@ -170,6 +170,17 @@ async def test_bad_requests_touch_no_pod(local: Local) -> None:
     assert named == {case: param for case, (_, param) in BAD.items()}
 
 
+async def test_readiness_counts_pods(local: Local) -> None:
+    router = await started(local, "2P2D")
+    seen = router.ready()
+    assert (seen.ready, seen.num_prefill, seen.num_decode) == (True, 2, 2)
+    for name in ("p0", "d0", "d1"):
+        local.pods[name].pod.state.drain()
+    await until(lambda: local.num_usable == 1)
+    seen = router.ready()
+    assert (seen.ready, seen.num_prefill, seen.num_decode) == (False, 1, 0)
+
+
 async def test_other_models_are_not_found(local: Local) -> None:
     router = await local.start()
     with pytest.raises(ModelNotFound):

@@ -339,9 +339,10 @@ async def test_bad_tokenize_requests(fronts: Fronts, path: str, body: dict[str, 
 async def test_health_and_readiness(fronts: Fronts, stub: StubRouter) -> None:
     for path in ("/health", "/healthz", "/readyz"):
         assert (await fronts.http.get(path)).status_code == 200
-    stub.readiness = Readiness(ready=False, reason="no decode pod")
+    stub.readiness = Readiness(ready=False, reason="no decode pod", num_prefill=2)
     waiting = await fronts.http.get("/readyz")
-    assert (waiting.status_code, waiting.json()["reason"]) == (503, "no decode pod")
+    assert waiting.status_code == 503
+    assert waiting.json() == {"ready": False, "reason": "no decode pod", "num_prefill": 2, "num_decode": 0}
     assert (await fronts.http.get("/health")).status_code == 200
 
 

@@ -18,6 +18,9 @@ class Readiness:
     ready: bool
     text: str
     """What the process says of itself: why it is not ready, how far its start is."""
+    num_prefill: int = 0
+    num_decode: int = 0
+    """The pods that it can use, where it is a router."""
 
 
 class Node:
@@ -74,7 +77,7 @@ class Node:
             answer = httpx.get(f"{self.http_address}/readyz", timeout=PROBE_SECONDS)
         except httpx.TransportError:
             return Readiness(False, "starting")
-        return Readiness(answer.status_code == 200, _described(answer))
+        return _read(answer)
 
     def kill(self) -> None:
         """kill -9 of the whole pod, and its end."""
@@ -107,11 +110,13 @@ class Node:
         self._on_change(self._entry)
 
 
-def _described(answer: httpx.Response) -> str:
-    """The reason that the answer gives, bounded; the router gives one also when it is ready."""
+def _read(answer: httpx.Response) -> Readiness:
+    """The reason is bounded; the router gives one also when it is ready."""
     try:
         body = answer.json()
     except ValueError:
-        return f"status {answer.status_code}"
-    reason = body.get("reason") if isinstance(body, dict) else None
-    return str(reason or f"status {answer.status_code}")[:120]
+        body = None
+    said = body if isinstance(body, dict) else {}
+    text = str(said.get("reason") or f"status {answer.status_code}")[:120]
+    counts = (count if isinstance(count := said.get(name), int) else 0 for name in ("num_prefill", "num_decode"))
+    return Readiness(answer.status_code == 200, text, *counts)

@@ -6,7 +6,6 @@ with Stack(StackOptions(model=directory, free_ports=True), run_dir) as stack:
 """
 
 import fcntl
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Self
 
 from kvrelay.cli import state as states
 from kvrelay.cli.commands import Command, plan
-from kvrelay.cli.node import Node
+from kvrelay.cli.node import Node, Readiness
 from kvrelay.cli.options import StackOptions
 from kvrelay.cli.process import launch
 from kvrelay.cli.state import Entry, State
@@ -27,8 +26,6 @@ READY_SECONDS = 180.0
 STOP_SECONDS = 15.0
 POLL_SECONDS = 0.1
 LOG_LINES = 20
-KNOWN_PODS = re.compile(r"(\d+) prefill and (\d+) decode pods")
-"""In the reason that the router's /readyz gives."""
 
 Watcher = Callable[[Mapping[str, str]], None]
 """Is told, again and again during the start, what each process is doing, by its name."""
@@ -188,17 +185,14 @@ class Stack:
             if not node.http_port:
                 continue
             seen = node.readiness()
-            if not seen.ready or (node.kind == "router" and not self._knows_all(seen.text)):
+            if not seen.ready or (node.kind == "router" and not self._knows_all(seen)):
                 pending[node.name] = seen.text
         return pending
 
-    def _knows_all(self, reason: str) -> bool:
+    def _knows_all(self, router: Readiness) -> bool:
         """The router serves with the first decode pod that it finds; a stack is whole when it has found them all."""
-        found = KNOWN_PODS.search(reason)
-        if found is None:
-            return False
         options = self.options
-        return int(found[1]) >= options.prefill and int(found[2]) >= options.decode + options.both
+        return router.num_prefill >= options.prefill and router.num_decode >= options.decode + options.both
 
     def _report(self, node: Node, what: str) -> str:
         return f"{node.name} {what}; the end of {node.process.log}:\n{node.process.tail(LOG_LINES)}"

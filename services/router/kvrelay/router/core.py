@@ -106,8 +106,13 @@ class Router:
             return Readiness(ready=False, reason="the router is draining")
         view = self._dispatcher.pods.view
         num_prefill = sum(map(len, view.prefill.values()))
-        pods = f"{num_prefill} prefill and {len(view.decode)} decode pods"
-        return Readiness(ready=bool(view.decode), reason=pods)
+        num_decode = len(view.decode)
+        return Readiness(
+            ready=bool(view.decode),
+            reason=f"{num_prefill} prefill and {num_decode} decode pods",
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+        )
 
     async def prepare(self, source: GenerateInput) -> PreparedRequest:
         """Raises InvalidRequest, ModelNotFound, Draining."""

@@ -128,6 +128,9 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     reason: str
     """Why not; or, of what is ready."""
+    num_prefill: int = 0
+    num_decode: int = 0
+    """Usable pods; those of role both count as decode pods."""
 
 
 class Inference(Protocol):

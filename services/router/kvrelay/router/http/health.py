@@ -1,5 +1,6 @@
 """What operators ask: the served models, whether the process works, whether it can serve, and its metrics."""
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
@@ -47,7 +48,7 @@ class Ready:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._router.ready()
-        await send_json(send, {"ready": state.ready, "reason": state.reason}, 200 if state.ready else 503)
+        await send_json(send, msgspec.structs.asdict(state), 200 if state.ready else 503)
 
 
 class Metrics:
