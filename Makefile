@@ -60,8 +60,8 @@ test-fast: setup ## without whole stacks of real processes
 e2e: setup ## whole stacks of real processes alone
 	$(BIN)/python -m pytest -m 'e2e and not soak' $(ARGS)
 
-soak: setup ## the full counts of what `test` samples; long
-	$(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)
+soak: setup ## the full counts of what `test` samples, and a report; hours (ARGS="--list", ARGS="--only 'faults-*'")
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 lint: $(STAMP) type ## style, format and types
 	$(BIN)/ruff check .
