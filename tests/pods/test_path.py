@@ -324,3 +324,32 @@ async def test_the_engines_death_ends_every_stream() -> None:
 
 def _fields(ticket: object) -> dict[str, object]:
     return {name: getattr(ticket, name) for name in ticket.__struct_fields__}  # type: ignore[attr-defined]
+
+
+async def test_one_choice_is_aborted_and_the_others_go_on() -> None:
+    wanted = request("a", n=3, temperature=1.0, max_tokens=40, ignore_eos=True)
+    async with running("both") as pod, pod.caller.stream() as reader:
+        await pod.caller.hold("decode")
+        await pod.caller.reserve(wanted, local=True)
+        await pod.caller.until(lambda seen: seen.num_requests == 1)
+        for choice in (1, 7):
+            aborted = decode_pb2.AbortedChoice(request_id="a", choice=choice)
+            await pod.caller.decode.Abort(decode_pb2.AbortRequest(choices=[aborted]))
+        await pod.caller.hold("")
+        await reader.until_finished("a", choices=2)
+        assert [reader.tokens("a", choice) for choice in (0, 2)] == [expected(wanted, choice) for choice in (0, 2)]
+        assert len(reader.tokens("a", 1)) <= 1
+        await pod.caller.until_free()
+        assert not pod.pod._routes.busy
+
+
+async def test_with_its_last_choice_a_request_is_over() -> None:
+    async with running("prefill") as p, running("decode") as d, d.caller.stream():
+        ticket = await d.caller.reserve(request("a", n=2))
+        assert ticket is not None
+        choices = [decode_pb2.AbortedChoice(request_id="a", choice=choice) for choice in (0, 1)]
+        await d.caller.decode.Abort(decode_pb2.AbortRequest(choices=choices))
+        await d.caller.until_free()
+        assert not d.pod._routes.busy
+        with pytest.raises(StaleEpoch):
+            await p.caller.prefill_all(request("a", n=2), ticket)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import types_pb2 as kvrelay_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/decode.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\"w\n\x0eReserveRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.kvrelay.v1.EngineRequest\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\rlocal_prefill\x18\x04 \x01(\x08\"P\n\x0fReserveResponse\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\"\n\rStreamRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"a\n\nStepTokens\x12\'\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChoiceDelta\x12*\n\x07notices\x18\x02 \x03(\x0b\x32\x19.kvrelay.v1.RequestNotice\"\x84\x02\n\rRequestNotice\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12,\n\x07revoked\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.TicketRevokedH\x00\x12\x31\n\trecompute\x18\x04 \x01(\x0b\x32\x1c.kvrelay.v1.RecomputeStartedH\x00\x12,\n\x06prompt\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.PromptComputedH\x00\x12\x35\n\x0ftransfer_failed\x18\x06 \x01(\x0b\x32\x1a.kvrelay.v1.TransferFailedH\x00\x42\x08\n\x06notice\"\x0f\n\rTicketRevoked\"\x12\n\x10RecomputeStarted\" \n\x0eTransferFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\"b\n\x0ePromptComputed\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x35\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse2\xc9\x01\n\x06\x44\x65\x63ode\x12\x42\n\x07Reserve\x12\x1a.kvrelay.v1.ReserveRequest\x1a\x1b.kvrelay.v1.ReserveResponse\x12=\n\x06Stream\x12\x19.kvrelay.v1.StreamRequest\x1a\x16.kvrelay.v1.StepTokens0\x01\x12<\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x19.kvrelay.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/decode.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\"w\n\x0eReserveRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.kvrelay.v1.EngineRequest\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\rlocal_prefill\x18\x04 \x01(\x08\"P\n\x0fReserveResponse\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvrelay.v1.Ticket\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\"\n\rStreamRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"a\n\nStepTokens\x12\'\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChoiceDelta\x12*\n\x07notices\x18\x02 \x03(\x0b\x32\x19.kvrelay.v1.RequestNotice\"\x84\x02\n\rRequestNotice\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12,\n\x07revoked\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.TicketRevokedH\x00\x12\x31\n\trecompute\x18\x04 \x01(\x0b\x32\x1c.kvrelay.v1.RecomputeStartedH\x00\x12,\n\x06prompt\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.PromptComputedH\x00\x12\x35\n\x0ftransfer_failed\x18\x06 \x01(\x0b\x32\x1a.kvrelay.v1.TransferFailedH\x00\x42\x08\n\x06notice\"\x0f\n\rTicketRevoked\"\x12\n\x10RecomputeStarted\" \n\x0eTransferFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\"b\n\x0ePromptComputed\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x35\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\"O\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12*\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x19.kvrelay.v1.AbortedChoice\"3\n\rAbortedChoice\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x0f\n\rAbortResponse2\xc9\x01\n\x06\x44\x65\x63ode\x12\x42\n\x07Reserve\x12\x1a.kvrelay.v1.ReserveRequest\x1a\x1b.kvrelay.v1.ReserveResponse\x12=\n\x06Stream\x12\x19.kvrelay.v1.StreamRequest\x1a\x16.kvrelay.v1.StepTokens0\x01\x12<\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x19.kvrelay.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,9 +51,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPTCOMPUTED']._serialized_start=735
   _globals['_PROMPTCOMPUTED']._serialized_end=833
   _globals['_ABORTREQUEST']._serialized_start=835
-  _globals['_ABORTREQUEST']._serialized_end=870
-  _globals['_ABORTRESPONSE']._serialized_start=872
-  _globals['_ABORTRESPONSE']._serialized_end=887
-  _globals['_DECODE']._serialized_start=890
-  _globals['_DECODE']._serialized_end=1091
+  _globals['_ABORTREQUEST']._serialized_end=914
+  _globals['_ABORTEDCHOICE']._serialized_start=916
+  _globals['_ABORTEDCHOICE']._serialized_end=967
+  _globals['_ABORTRESPONSE']._serialized_start=969
+  _globals['_ABORTRESPONSE']._serialized_end=984
+  _globals['_DECODE']._serialized_start=987
+  _globals['_DECODE']._serialized_end=1188
 # @@protoc_insertion_point(module_scope)

@@ -50,6 +50,10 @@ class EngineClient(Protocol):
         """Frees what the requests hold, in any state, after the step in flight. Unknown ids are ignored."""
         ...
 
+    async def abort_choice(self, request_id: RequestId, choice: int) -> None:
+        """As `abort`, of one choice; with the last of them the request is over. Unknown ones are ignored."""
+        ...
+
     async def abort_router(self, router_id: RouterId) -> None: ...
 
     def outputs(self) -> AsyncIterator[StepOutput]:

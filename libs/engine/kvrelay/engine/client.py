@@ -186,6 +186,9 @@ class AsyncEngine:
     async def abort(self, request_ids: tuple[RequestId, ...]) -> None:
         self._send(m.Abort(request_ids=request_ids))
 
+    async def abort_choice(self, request_id: RequestId, choice: int) -> None:
+        self._send(m.AbortChoice(request_id=request_id, choice=choice))
+
     async def abort_router(self, router_id: RouterId) -> None:
         self._send(m.AbortRouter(router_id=router_id))
 

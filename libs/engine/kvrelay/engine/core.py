@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, NoCapacity, TransferFailed
 from kvrelay.common.ids import Fingerprint, RequestId
-from kvrelay.common.request import ChoiceDelta, EngineRequest, FinishReason, PositionLogprobs
+from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs
 from kvrelay.engine.batch import Batch, LayerHook, Sample, StepResult
 from kvrelay.engine.budget import StepBudget
 from kvrelay.engine.check import violations
@@ -154,12 +154,11 @@ class Engine:
             if (entry := self._ledger.entries.get(request_id)) is not None:
                 self._ledger.retire(entry)
 
-    def end_choice(self, request_id: RequestId, choice: int) -> None:
-        """Ends one choice, silently: a stop string was found in its text. Unknown ones are ignored."""
+    def abort_choice(self, request_id: RequestId, choice: int) -> None:
+        """As `abort`, of one choice; with the last of them the request is over. Those of a push share all: ignored as well."""
         entry = self._ledger.entries.get(request_id)
-        for seq in list(entry.sequences) if entry is not None and entry.prompt_computed else ():
-            if entry is not None and seq.choice == choice:
-                self._ledger.finish(entry, seq, FinishReason.STOP)
+        if entry is not None and not entry.pushing and choice < entry.request.sampling.n:
+            self._ledger.abort_choice(entry, choice)
 
     def fail(self, request_id: RequestId, error: KvrelayError) -> None:
         """Ends a request in any state, with a RequestFailed. Unknown ids are ignored."""
@@ -276,6 +275,7 @@ class Engine:
             return
         for chosen, sample in zip(self._branches(entry, seq, samples), samples, strict=True):
             self._append(entry, chosen, sample)
+        self._ledger.end_aborted(entry)
 
     def _branches(self, entry: Entry, seq: Sequence, samples: list[Sample]) -> list[Sequence]:
         branches = [seq]

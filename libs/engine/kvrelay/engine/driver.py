@@ -158,6 +158,10 @@ class Driver:
                 self._or_fail(request, lambda: self._engine.add(request))
             case m.Abort(request_ids=request_ids):
                 self._abort(request_ids)
+            case m.AbortChoice(request_id=request_id, choice=choice):
+                self._engine.abort_choice(request_id, choice)
+                if request_id not in self._engine.request_ids:
+                    self._routers.pop(request_id, None)
             case m.AbortRouter(router_id=router_id):
                 self._abort(tuple(key for key, value in self._routers.items() if value == router_id))
             case m.Inspect(call=call):

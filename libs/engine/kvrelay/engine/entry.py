@@ -23,6 +23,8 @@ class Entry:
     """Came by `reserve`: its later attempts have numbers."""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs] = dataclasses.field(default_factory=list)
+    aborted: set[int] = dataclasses.field(default_factory=set)
+    """Choices that no one waits for, whether they have a sequence of their own already or not."""
     announced: bool = False
     """The first chunk was in a step."""
     prompt_computed: bool = False

@@ -103,6 +103,7 @@ class Ledger:
         for seq in list(entry.sequences):
             self._scheduler.add(seq)
             self.end_if_complete(entry, seq)
+        self.end_aborted(entry)
 
     def end_if_complete(self, entry: Entry, seq: Sequence) -> None:
         """A resumed choice may have nothing left to compute: it ends with a delta of no tokens."""
@@ -133,6 +134,21 @@ class Ledger:
         self._discard(seq)
         if not entry.sequences:
             self.remove(entry, entry.attempt + 1)
+
+    def abort_choice(self, entry: Entry, choice: int) -> None:
+        """Silently; at once where the choice has a sequence of its own, else as soon as it would get one."""
+        entry.aborted.add(choice)
+        if entry.aborted >= delivered(entry.request).keys():
+            self.retire(entry)
+        else:
+            self.end_aborted(entry)
+
+    def end_aborted(self, entry: Entry) -> None:
+        """A sequence that stands for several choices goes on until they part."""
+        for seq in list(entry.sequences):
+            alone = seq.num_branches == 1 and seq.state in (State.WAITING, State.RUNNING)
+            if alone and seq.choice in entry.aborted:
+                self.finish(entry, seq, FinishReason.ABORT)
 
     def remove(self, entry: Entry, next_attempt: int) -> None:
         """The request is no longer known; attempts of its reservation below `next_attempt` are stale from now on."""

@@ -221,4 +221,4 @@ class LLM:
                 pending[notice.request_id].note(notice)
         for delta in update.deltas:
             if delta.request_id in pending and pending[delta.request_id].choices[delta.choice].take(delta):
-                self.engine.end_choice(delta.request_id, delta.choice)
+                self.engine.abort_choice(delta.request_id, delta.choice)

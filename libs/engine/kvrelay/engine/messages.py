@@ -54,6 +54,13 @@ class Abort(Message, frozen=True, kw_only=True):
     request_ids: tuple[RequestId, ...]
 
 
+class AbortChoice(Message, frozen=True, kw_only=True):
+    """One choice is over; with the last of them the request."""
+
+    request_id: RequestId
+    choice: int
+
+
 class AbortRouter(Message, frozen=True, kw_only=True):
     """A router is gone: abort what it asked for."""
 
@@ -234,5 +241,5 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     )
 
 
-ToEngine = Start | Submit | Prefill | Reserve | Abort | AbortRouter | Inspect | SetHold | Shutdown
+ToEngine = Start | Submit | Prefill | Reserve | Abort | AbortChoice | AbortRouter | Inspect | SetHold | Shutdown
 FromEngine = Progress | Ready | StepOutput | Reserved | Done | Inspected | Failed

@@ -106,7 +106,8 @@ class Admission:
         entry = self._reserved(request_id)
         if entry.generation != generation:
             raise StaleEpoch(f"generation {generation} of {request_id} is over")
-        given, rest = {delta.choice: delta for delta in first}, delivered(entry.request)
+        given = {delta.choice: delta for delta in first}
+        rest = {c: tokens for c, tokens in delivered(entry.request).items() if c not in entry.aborted}
         missing = [choice for choice, tokens in rest.items() if not tokens and choice not in given]
         if missing:
             raise TransferFailed(f"the first tokens of choices {missing} of {request_id} are missing")

@@ -23,7 +23,7 @@ from kvrelay.router import news
 from kvrelay.router.background import Background
 from kvrelay.router.delivery import Delivery
 from kvrelay.router.dispatch import Dispatcher
-from kvrelay.router.job import Event, PreparedRequest
+from kvrelay.router.job import ChoiceEvent, Event, PreparedRequest
 from kvrelay.router.load import Load
 from kvrelay.router.metrics import Observer
 from kvrelay.router.placement import Placement
@@ -90,6 +90,7 @@ class Run:
                     await self._start()
                     while not self._delivery.finished:
                         for event in self._take(await self._inbox.get()):
+                            self._end_choice(event)
                             yield event
                 except AttemptFailed as failure:
                     await self._recover(failure)
@@ -204,6 +205,14 @@ class Run:
                     raise DeadlineExceeded("the request's deadline passed")
                 raise AttemptFailed(Unavailable("the pod gave the request up"), source)
             yield from self._delivery.add(delta)
+
+    def _end_choice(self, event: Event) -> None:
+        """A stop string, which no pod knows of, has ended a choice while others go on: it must not run on beside them."""
+        match event:
+            case ChoiceEvent(choice=choice, stop_reason=str()) if choice not in self._decode_finished:
+                if self._placement is not None and not self._delivery.finished:
+                    work = self._placement.decode.abort_choice(self._id, choice)
+                    self._background.run(work, f"abort choice {choice} of {self._id}")
 
     def _note_computed(self) -> None:
         if self._placement is not None:

@@ -242,9 +242,16 @@ class Pod:
 
     async def abort(self, request_id: RequestId) -> None:
         """Best effort: a decode pod that cannot be reached frees the request when its stream breaks."""
+        await self._abort(decode_pb2.AbortRequest(request_ids=[request_id]))
+
+    async def abort_choice(self, request_id: RequestId, choice: int) -> None:
+        """Best effort, as `abort`: the request's other choices go on."""
+        aborted = decode_pb2.AbortedChoice(request_id=request_id, choice=choice)
+        await self._abort(decode_pb2.AbortRequest(choices=[aborted]))
+
+    async def _abort(self, message: decode_pb2.AbortRequest) -> None:
         with contextlib.suppress(KvrelayError):
             self._check_connected()
-            message = decode_pb2.AbortRequest(request_ids=[request_id])
             await uncancelled(called(self._decode.Abort(message, timeout=ABORT_SECONDS, metadata=self._metadata)))
 
 

@@ -89,6 +89,12 @@ class FakeCore:
         if work.push is not None:
             work.push.cancel()
 
+    def abort_choice(self, work: Work, choice: int) -> None:
+        if choice < len(work.finished) and not work.pushes:
+            work.finished[choice] = True
+            if work.over:
+                self.drop(work)
+
     def notify(self, request_id: RequestId, attempt: int, kind: m.NoticeKind) -> None:
         self._notices.append(m.Notice(request_id=request_id, attempt=attempt, kind=kind))  # type: ignore[arg-type]
 

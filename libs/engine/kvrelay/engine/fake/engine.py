@@ -123,6 +123,12 @@ class FakeEngine:
                 core.drop(work)
         self._wake.set()
 
+    async def abort_choice(self, request_id: RequestId, choice: int) -> None:
+        core = self._living()
+        if (work := core.works.get(request_id)) is not None:
+            core.abort_choice(work, choice)
+        self._wake.set()
+
     async def abort_router(self, router_id: RouterId) -> None:
         works = self._living().works
         await self.abort(tuple(key for key, work in works.items() if work.router_id == router_id))

@@ -68,4 +68,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             await self._engine.abort(request_ids)
             for request_id in request_ids:
                 self._routes.disown(request_id)
+            for aborted in request.choices:
+                request_id = RequestId(aborted.request_id)
+                await self._engine.abort_choice(request_id, aborted.choice)
+                self._routes.disown_choice(request_id, aborted.choice)
         return decode_pb2.AbortResponse()

@@ -144,6 +144,12 @@ class Routes:
         self._owned.pop(request_id, None)
         self._state.touch()
 
+    def disown_choice(self, request_id: RequestId, choice: int) -> None:
+        owned = self._owned.get(request_id)
+        if owned is not None:
+            self._close(request_id, owned, choice)
+            self._state.touch()
+
     def open_stream(self, router_id: RouterId) -> Steps:
         """The router's former stream ends; what waited there waits here."""
         route = self._router(router_id)
@@ -212,7 +218,7 @@ class Routes:
                     notices.setdefault(owned.router_id, []).append(notice)
         for delta in output.deltas:
             owned, prefill = self._owned.get(delta.request_id), self._prefills.get(delta.request_id)
-            if owned is not None and delta.attempt == owned.attempt:
+            if owned is not None and delta.attempt == owned.attempt and delta.choice in owned.lengths:
                 deltas.setdefault(owned.router_id, []).append(delta)
                 self._follow(owned, delta)
             elif prefill is not None and delta.attempt == prefill.attempt:
@@ -226,9 +232,12 @@ class Routes:
     def _follow(self, owned: Owned, delta: ChoiceDelta) -> None:
         owned.lengths[delta.choice] = delta.index + len(delta.token_ids)
         if delta.finish_reason is not None:
-            owned.lengths.pop(delta.choice)
-            if not owned.lengths:
-                self._owned.pop(delta.request_id, None)
+            self._close(delta.request_id, owned, delta.choice)
+
+    def _close(self, request_id: RequestId, owned: Owned, choice: int) -> None:
+        owned.lengths.pop(choice, None)
+        if not owned.lengths:
+            self._owned.pop(request_id, None)
 
     def _failed(self, request_id: RequestId, owned: Owned, failure: m.RequestFailed) -> list[ChoiceDelta]:
         """The end of every choice that was still open."""
