@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tests.fixtures_redis"]
+pytest_plugins = ["tests.fixtures_redis", "tests.exactness.fixtures"]
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,7 +13,7 @@ import msgspec
 from benchmarks.soak.case import Plan
 from kvrelay.cli.stack import Stack
 from kvrelay.common.request import SamplingParams
-from tests.exactness.conftest import running
+from tests.exactness.fixtures import running
 from tests.exactness.reference import OUTPUT_TOKENS
 from tests.exactness.served import SECONDS, Answer, complete, inspect
 

@@ -21,7 +21,7 @@ from benchmarks.soak.material import references, short
 from kvrelay.cli.node import Node
 from kvrelay.cli.stack import Stack
 from tests.e2e.test_faults import FREE_SECONDS, PROMPT, body, hold, twenty_more
-from tests.exactness.conftest import running
+from tests.exactness.fixtures import running
 from tests.exactness.reference import OUTPUT_TOKENS, Reference
 from tests.exactness.served import assert_whole, inspect
 

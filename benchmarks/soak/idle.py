@@ -4,7 +4,7 @@ import random
 
 from benchmarks.soak.case import Case, Figures, Plan
 from tests.e2e.meters import IDLE_SHARE, ask, cpu_shares, random_prompts
-from tests.exactness.conftest import running
+from tests.exactness.fixtures import running
 from tests.exactness.served import assert_whole
 
 SECONDS = 20.0

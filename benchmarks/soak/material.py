@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.soak.case import Plan
 from kvrelay.common.tokenizer import Tokenizer
-from tests.exactness.conftest import token_ids
+from tests.exactness.fixtures import token_ids
 from tests.exactness.prompts import PROMPTS
 from tests.exactness.reference import Reference, References
 

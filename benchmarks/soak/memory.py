@@ -16,7 +16,7 @@ from tests.e2e.meters import (
     random_prompts,
     swollen,
 )
-from tests.exactness.conftest import running
+from tests.exactness.fixtures import running
 from tests.exactness.served import assert_whole, inspect
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 8

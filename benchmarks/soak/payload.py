@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from benchmarks.soak.case import Case, Figures, Plan
 from kvrelay.cli.stack import Stack
 from tests.e2e.meters import HEADER_SHARE, engine_of, tcp_bytes
-from tests.exactness.conftest import running
+from tests.exactness.fixtures import running
 from tests.exactness.served import ask_all, assert_whole, inspect
 from tests.exactness.test_served import TOKEN_BYTES
 

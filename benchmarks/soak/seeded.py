@@ -8,7 +8,7 @@ import httpx
 
 from benchmarks.soak.case import Case, Figures, Plan
 from benchmarks.soak.material import references, short
-from tests.exactness.conftest import running
+from tests.exactness.fixtures import running
 from tests.exactness.served import SECONDS, Answer, complete
 
 STACKS: dict[str, dict[str, int]] = {

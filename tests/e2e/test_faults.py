@@ -17,7 +17,7 @@ import pytest
 from kvrelay.cli.node import Node
 from kvrelay.cli.stack import Stack
 from kvrelay.v1 import pod_pb2, pod_pb2_grpc
-from tests.exactness.conftest import running
+from tests.exactness.fixtures import running
 from tests.exactness.reference import OUTPUT_TOKENS, Reference
 from tests.exactness.served import ask_all, assert_whole, inspect
 

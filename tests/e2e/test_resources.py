@@ -27,7 +27,7 @@ from tests.e2e.meters import (
     swollen,
     tcp_bytes,
 )
-from tests.exactness.conftest import running
+from tests.exactness.fixtures import running
 from tests.exactness.served import assert_whole, inspect, payload_bytes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.exactness.conftest import running
+from tests.exactness.fixtures import running
 from tests.exactness.reference import OUTPUT_TOKENS, Reference
 from tests.exactness.served import Answer, ask_all, inspect, payload_bytes
 
@@ -109,12 +109,37 @@ def test_dtypes_of_the_kv_are_converted(model_dir: Path, tmp_path: Path, short_c
     """A cache in bfloat16 rounds keys and values to 8 bits: tokens agree where the choice was clear."""
     clear = {name: case for name, case in short_cases.items() if min(case.gaps[:4]) > 1.0 and len(case.prompt) > 4}
     assert len(clear) >= 3
-    for kv in ({"prefill-0": {"kv-dtype": "bfloat16"}}, {"decode-0": {"kv-dtype": "bfloat16"}}):
-        run_dir = tmp_path / next(iter(kv))
-        router = {"local-prefill-tokens": "0"}
-        with running(model_dir, run_dir, prefill=1, decode=1, pod_options=kv, router_options=router) as stack:
+    router, engine = {"local-prefill-tokens": "0"}, {"no-prefix-caching": True}
+    for pod in ("prefill-0", "decode-0"):
+        with running(
+            model_dir,
+            tmp_path / pod,
+            prefill=1,
+            decode=1,
+            pod_options={pod: {"kv-dtype": "bfloat16"}},
+            engine_options=engine,
+            router_options=router,
+        ) as stack:
             for name, answer in ask(stack.url, clear, at_once=4).items():
                 assert answer.tokens[:4] == clear[name].tokens[:4], name
             assert inspect(stack.prefill[0]).transfer.payload_bytes_sent == sum(
                 len(case.prompt) for case in clear.values()
             ) * (TOKEN_BYTES // 2)
+
+
+def test_seeded_sampling_is_the_same_alone_and_in_a_batch(
+    model_dir: Path, tmp_path: Path, short_cases: dict[str, Reference]
+) -> None:
+    """In one pod that does both and in 1P1D, twice each."""
+    prompts = [case.prompt for case in list(short_cases.values())[-16:]]
+    options = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 5, "max_tokens": 24, "presence_penalty": 0.2}
+    seen = []
+    for name, pods in (("both", {"prefill": 0, "decode": 0, "both": 1}), ("split", {"prefill": 1, "decode": 1})):
+        router = {"local-prefill-tokens": "0"}
+        with running(model_dir, tmp_path / name, router_options=router, **pods) as stack:
+            for at_once, some in ((16, prompts), (1, prompts[:4]), (16, prompts)):
+                answers = asyncio.run(ask_all(stack.url, some, at_once, **options))
+                seen.append([choices[0].tokens for choices in answers])
+    for tokens in seen:
+        assert tokens == seen[0][: len(tokens)]
+    assert len(set(seen[0])) == 16

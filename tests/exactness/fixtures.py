@@ -45,7 +45,7 @@ def short_cases(cases: dict[str, Reference]) -> dict[str, Reference]:
 @contextmanager
 def running(model_dir: Path, run_dir: Path, **options: object) -> Iterator[Stack]:
     """A float32 stack on free ports; after its use every pod is whole."""
-    engine = {"dtype": "float32", "kv-cache-bytes": "512MiB", "test-hooks": True}
+    engine = {"dtype": "float32", "kv-cache-bytes": "512MiB", "ticket-timeout-ms": "300000", "test-hooks": True}
     engine.update(options.pop("engine_options", {}))  # type: ignore[call-overload]
     chosen = StackOptions(model=model_dir, free_ports=True, engine_options=engine, **options)  # type: ignore[arg-type]
     with Stack(chosen, run_dir) as stack:
