@@ -89,7 +89,12 @@ class Host:
     """A runner, and blocks handed out in an order that is not ascending."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        defaults: dict[str, Any] = {"model": folder, "kv_cache_bytes": 4 << 20, "max_num_seqs": 12, "max_num_batched_tokens": 600}
+        defaults: dict[str, Any] = {
+            "model": folder,
+            "kv_cache_bytes": 4 << 20,
+            "max_num_seqs": 12,
+            "max_num_batched_tokens": 600,
+        }
         self.config = EngineConfig(**(defaults | options))
         self.loaded = load_model(self.config, lambda what, done, total: None)
         self.sampler = LogitSampler(self.loaded.vocab_size)
