@@ -13,6 +13,8 @@ from tests.e2e.meters import (
     growth,
     memory,
     pod_bytes,
+    processes,
+    pss_bytes,
     random_prompts,
     swollen,
 )
@@ -54,6 +56,7 @@ def _run(plan: Plan) -> Figures:
             ask(stack, random_prompts(rng, SAMPLE_REQUESTS, PROMPT_TOKENS), at_once=1, num_tokens=OUTPUT_TOKENS)
             samples[done] = memory(stack)
         served = pod_bytes(decode)
+        pss = {name: pss_bytes(pid) for name, pid in processes(stack).items()}
         assert_whole(stack.pods)
     assert max(full, served) < DECODE_POD_BYTES, f"the decode pod holds {max(full, served)} bytes"
     warm = samples[WARM_REQUESTS]
@@ -67,7 +70,8 @@ def _run(plan: Plan) -> Figures:
         "decode_pod_bytes": max(full, served),
         "decode_pod_limit_bytes": DECODE_POD_BYTES,
         "growth_share": {name: bytes_ / warm[name] for name, bytes_ in growth(warm, last).items()},
-        "pss_bytes_by_requests": {str(done): sample for done, sample in samples.items()},
+        "pss_bytes_at_the_end": pss,
+        "own_bytes_by_requests": {str(done): sample for done, sample in samples.items()},
     }
 
 

@@ -52,14 +52,24 @@ def engine_of(node: Node) -> int:
 
 def pss_bytes(pid: int) -> int:
     """Its memory, with what it shares counted by its share."""
-    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    [line] = [line for line in text.splitlines() if line.startswith("Pss:")]
-    return int(line.split()[1]) * 1024
+    return _rollup(pid)["Pss"]
+
+
+def own_bytes(pid: int) -> int:
+    """Its PSS without the pages of files: those are libraries, whose shares change with what else runs on the machine."""
+    sizes = _rollup(pid)
+    return sizes["Pss"] - sizes["Pss_File"]
+
+
+def _rollup(pid: int) -> dict[str, int]:
+    """Bytes by kind."""
+    fields = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]]
+    return {name.rstrip(":"): int(kibibytes) * 1024 for name, kibibytes, _ in fields}
 
 
 def memory(stack: Stack) -> dict[str, int]:
-    """PSS of each process."""
-    return {name: pss_bytes(pid) for name, pid in processes(stack).items()}
+    """Of each process, what is its own."""
+    return {name: own_bytes(pid) for name, pid in processes(stack).items()}
 
 
 def pod_bytes(node: Node) -> int:
