@@ -21,7 +21,7 @@ from tests.exactness.fixtures import running
 from tests.exactness.reference import OUTPUT_TOKENS, Reference
 from tests.exactness.served import ask_all, assert_whole, inspect
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300, func_only=True)]
 
 FREE_SECONDS = 0.3 + 0.7
 PROMPT = "257 tokens"
@@ -167,7 +167,36 @@ async def events(stack: Stack, case: Reference) -> AsyncIterator[list[int]]:
 
 
 def owner(nodes: list[Node]) -> Node:
+    """Of the one request that runs."""
     return next(node for node in nodes if inspect(node).num_requests)
+
+
+def stream_through(stack: Stack, case: Reference, moment: Callable[[list[int]], bool], act: Callable[[], None]) -> None:
+    """A stream during which, once its tokens (or the pods) are at the moment, something happens: its tokens are as ever."""
+
+    async def ask() -> list[int]:
+        tokens: list[int] = []
+        acted = False
+        async for ids in events(stack, case):
+            tokens += ids
+            if not acted and moment(tokens):
+                await asyncio.to_thread(act)
+                acted = True
+        assert acted, "the moment never came"
+        return tokens
+
+    case.check("the stream", asyncio.run(ask()))
+
+
+def again_whole(stack: Stack, cases: dict[str, Reference]) -> None:
+    """What was left serves on; then with all pods."""
+    assert_whole([node for node in stack.pods if node.alive], FREE_SECONDS)
+    twenty_more(stack, cases)
+    gone = [node for node in stack.pods if not node.alive]
+    assert len(gone) == 1
+    gone[0].restart()
+    stack.wait_ready()
+    assert_whole(stack.pods)
 
 
 def test_a_prefill_pod_is_killed_during_its_push(
@@ -175,75 +204,22 @@ def test_a_prefill_pod_is_killed_during_its_push(
 ) -> None:
     held("push")
 
-    async def ask() -> list[int]:
-        tokens: list[int] = []
-        killed: Node | None = None
-        async for ids in events(stack, cases[PROMPT]):
-            tokens += ids
-            if killed is None and STATES["push"](stack):
-                killed = owner(stack.prefill)
-                killed.kill()
-                hold([node for node in stack.prefill if node is not killed and node.alive], "")
-        assert killed is not None
-        return tokens
+    def kill() -> None:
+        victim = owner(stack.prefill)
+        victim.kill()
+        hold([node for node in stack.prefill if node is not victim], "")
 
-    tokens = asyncio.run(ask())
-    cases[PROMPT].check("after the kill", tokens)
-    living = [node for node in stack.pods if node.alive]
-    assert len(living) == len(stack.pods) - 1
-    assert_whole(living, FREE_SECONDS)
-    twenty_more(stack, cases)
-    for node in stack.prefill:
-        if not node.alive:
-            node.restart()
-    stack.wait_ready()
-    assert_whole(stack.pods)
+    stream_through(stack, cases[PROMPT], lambda tokens: STATES["push"](stack), kill)
+    again_whole(stack, cases)
 
 
 def test_a_decode_pod_is_killed_during_a_stream(stack: Stack, cases: dict[str, Reference]) -> None:
     """The stream goes on, on the other one; what was delivered is neither repeated nor lost."""
-
-    async def ask() -> list[int]:
-        tokens: list[int] = []
-        killed: Node | None = None
-        async for ids in events(stack, cases[PROMPT]):
-            tokens += ids
-            if killed is None and len(tokens) >= 5:
-                killed = owner(stack.decode)
-                killed.kill()
-        assert killed is not None
-        return tokens
-
-    tokens = asyncio.run(ask())
-    cases[PROMPT].check("after the kill", tokens)
-    assert_whole([node for node in stack.pods if node.alive], FREE_SECONDS)
-    twenty_more(stack, cases)
-    for node in stack.decode:
-        if not node.alive:
-            node.restart()
-    stack.wait_ready()
-    assert_whole(stack.pods)
+    stream_through(stack, cases[PROMPT], lambda tokens: len(tokens) >= 5, lambda: owner(stack.decode).kill())
+    again_whole(stack, cases)
 
 
 def test_a_pod_is_asked_to_drain(stack: Stack, cases: dict[str, Reference]) -> None:
     """SIGTERM: what runs there ends well, what comes goes elsewhere, the process leaves."""
-
-    async def ask() -> list[int]:
-        tokens: list[int] = []
-        leaving: Node | None = None
-        async for ids in events(stack, cases[PROMPT]):
-            tokens += ids
-            if leaving is None and len(tokens) >= 3:
-                leaving = owner(stack.decode)
-                await asyncio.to_thread(leaving.terminate)
-        assert leaving is not None
-        assert not leaving.alive
-        return tokens
-
-    cases[PROMPT].check("through the drain", asyncio.run(ask()))
-    twenty_more(stack, cases)
-    for node in stack.decode:
-        if not node.alive:
-            node.restart()
-    stack.wait_ready()
-    assert_whole(stack.pods)
+    stream_through(stack, cases[PROMPT], lambda tokens: len(tokens) >= 3, lambda: owner(stack.decode).terminate())
+    again_whole(stack, cases)

@@ -8,7 +8,7 @@ from kvrelay.common.request import SamplingParams
 from kvrelay.engine.llm import LLM, RequestOutput
 from tests.exactness.reference import OUTPUT_TOKENS, Reference
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600, func_only=True)]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, logprobs=1)
 TOKEN_BYTES = 30 * 2 * 3 * 64 * 4

@@ -10,7 +10,7 @@ from tests.exactness.fixtures import running
 from tests.exactness.reference import OUTPUT_TOKENS, Reference
 from tests.exactness.served import Answer, ask_all, inspect, payload_bytes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600, func_only=True)]
 
 TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
 """Of SmolLM2's KV in float32: 30 layers, K and V, 3 heads of 64."""
