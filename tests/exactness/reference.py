@@ -64,6 +64,8 @@ class References:
         import transformers
 
         if self._model is None:
+            # Two threads that share their cores with another process wait for each other at every step.
+            torch.set_num_threads(1)
             self._model = transformers.AutoModelForCausalLM.from_pretrained(self._model_dir, dtype=torch.float32)
             self._model.eval()
         with torch.inference_mode():
