@@ -1,4 +1,4 @@
-"""A decode pod that still speaks for an attempt that the router gave up."""
+"""Attempts that fail: a pod that still speaks for one that was given up, a pod that has no room for one."""
 
 import asyncio
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvrelay.common.errors import NoCapacity
 from kvrelay.common.request import FinishReason
 from kvrelay.v1 import decode_pb2, types_pb2
 from tests.router.cluster import Local, collect, source, until
@@ -39,5 +40,36 @@ async def test_tokens_of_another_attempt_are_ignored(
         answer = await running
         assert answer.tokens == [local.expected(prepared)]
         assert answer.finish[0].finish_reason is FinishReason.LENGTH
+    finally:
+        await local.close()
+
+
+async def test_a_pod_without_room_is_asked_again_when_it_has_reported(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = Local(model_dir)
+    try:
+        await local.add("d0", "decode")
+        router = await local.start()
+        (decode,) = router._dispatcher.pods.decoding()
+        seen: list[str] = []
+        reserve, take_status = decode.reserve, decode._take_status
+
+        async def refuse_once(*args: object, **options: object) -> object:
+            seen.append("reserve")
+            if seen.count("reserve") == 1:
+                raise NoCapacity("no room")
+            return await reserve(*args, **options)  # type: ignore[arg-type]
+
+        def note(*args: object) -> None:
+            seen.append("report")
+            take_status(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(decode, "reserve", refuse_once)
+        monkeypatch.setattr(decode, "_take_status", note)
+        prepared = await router.prepare(source(max_tokens=2))
+        assert (await collect(router, prepared)).tokens == [local.expected(prepared)]
+        first = seen.index("reserve")
+        assert seen[first + 1] == "report"
     finally:
         await local.close()

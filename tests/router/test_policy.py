@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -77,6 +78,15 @@ def test_a_refusal_counts_until_the_next_report() -> None:
     assert LeastLoaded(32).choose(ASK, view(refusing)) is None
     refusing.report(ROOMY)
     assert chosen(LeastLoaded(32).choose(ASK, view(refusing))) == ("", "d0")
+
+
+def test_what_is_larger_than_any_pod_takes_an_empty_one() -> None:
+    """Its prompt fits, all its choices together do not: it must not wait for ever, with all others behind it."""
+    small, large = pod("d0", free_blocks=10, num_blocks=10), pod("d1", free_blocks=19, num_blocks=20)
+    ask, policy = RouteRequest(num_prompt_tokens=300, num_choices=128), LeastLoaded(1000)
+    assert policy.choose(ask, view(small, large)) is None
+    large.report(replace(ROOMY, free_blocks=20, num_blocks=20))
+    assert chosen(policy.choose(ask, view(small, large))) == ("", "d1")
 
 
 def test_when_the_decode_pod_computes_the_prompt() -> None:

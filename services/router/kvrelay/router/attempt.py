@@ -116,7 +116,6 @@ class Run:
         try:
             ticket = await self._unless_interrupted(reserve)
         except Overloaded as error:
-            decode.load.refused()
             raise AttemptFailed(error, Culprit.ROOM) from error
         except KvrelayError as error:
             raise AttemptFailed(error, Culprit.DECODE) from error
@@ -242,6 +241,8 @@ class Run:
                 self._excluded |= {place.prefill.load}
             case Culprit.DECODE:
                 self._excluded |= {place.decode.load}
+            case Culprit.ROOM:  # after the release, which would make its room look free
+                place.decode.load.refused()
         if culprit in (Culprit.PREFILL, Culprit.TICKET):
             self._kept = place.decode
         else:

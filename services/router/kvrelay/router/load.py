@@ -38,6 +38,7 @@ class Load:
         "epoch",
         "free_tokens",
         "group",
+        "num_tokens",
         "pod_id",
         "prefill_score",
         "self_sufficient",
@@ -60,6 +61,7 @@ class Load:
 
     def report(self, report: Report) -> None:
         self._report = report
+        self.num_tokens = report.num_blocks * self.block_size
         self._since_report_requests = 0
         self._since_report_tokens = 0
         self._score()
@@ -95,8 +97,7 @@ class Load:
         told = report.num_running + report.num_waiting + self._since_report_requests
         requests = max(self._own_requests, told)
         self.prefill_score = max(self._own_prefill_tokens, report.waiting_tokens) + requests
-        num_tokens = report.num_blocks * self.block_size
-        self.free_tokens = min(num_tokens, report.free_blocks * self.block_size - self._since_report_tokens)
+        self.free_tokens = min(self.num_tokens, report.free_blocks * self.block_size - self._since_report_tokens)
         # Requests count; the share of blocks taken decides between equal ones.
-        self.decode_score = requests + 1.0 - self.free_tokens / max(1, num_tokens)
+        self.decode_score = requests + 1.0 - self.free_tokens / max(1, self.num_tokens)
         self.startable = report.credits > self._since_report_requests

@@ -9,6 +9,7 @@ from kvrelay.router.load import Load
 
 _DECODE_SCORE = attrgetter("decode_score")
 _PREFILL_SCORE = attrgetter("prefill_score")
+_NUM_TOKENS = attrgetter("num_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,13 @@ class LeastLoaded:
 
     @staticmethod
     def _decode(request: RouteRequest, pods: PodsView) -> Load | None:
-        need = request.num_prompt_tokens + request.num_choices
-        free = [pod for pod in pods.decode if pod.startable and pod.free_tokens >= need]
+        living = pods.decode
         if request.group is not None:
-            free = [pod for pod in free if pod.group == request.group]
+            living = [pod for pod in living if pod.group == request.group]
+        # Several choices may need more than any pod has: the largest one takes them when it is empty, and preempts.
+        most = max(map(_NUM_TOKENS, living), default=0)
+        need = min(request.num_prompt_tokens + request.num_choices, most)
+        free = [pod for pod in living if pod.startable and pod.free_tokens >= need]
         if request.excluded:
             free = [pod for pod in free if pod not in request.excluded] or free
         return min(free, key=_DECODE_SCORE) if free else None
