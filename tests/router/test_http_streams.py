@@ -4,9 +4,12 @@ import asyncio
 import json
 
 import pytest
+from prometheus_client import CollectorRegistry
+from starlette.types import Message
 
 from kvrelay.common.errors import DeadlineExceeded, Internal
-from tests.router.stack import Fronts
+from kvrelay.router.http import build_app, generation
+from tests.router.stack import Fronts, Settings
 from tests.router.stub import MODEL, SPEECH, StubRouter
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
@@ -53,6 +56,33 @@ async def test_a_client_that_leaves_ends_its_request(
     assert not stub.running
     with pytest.raises(asyncio.CancelledError):
         await asking
+
+
+@pytest.mark.parametrize("prompt", ["x", ["x", "y"]], ids=["one", "several"])
+async def test_a_client_that_does_not_read_is_left_after_the_deadline(
+    stub: StubRouter, monkeypatch: pytest.MonkeyPatch, prompt: object
+) -> None:
+    monkeypatch.setattr(generation, "READ_SECONDS", 0.05)
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 30, "stream": True, "timeout_ms": 1}
+    messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+    never = asyncio.Event()
+
+    async def receive() -> Message:
+        if (message := next(messages, None)) is None:
+            await never.wait()
+        return message or {}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await never.wait()
+
+    app = build_app(stub, Settings(), CollectorRegistry())
+    path = {"path": COMPLETIONS, "raw_path": COMPLETIONS.encode(), "query_string": b"", "root_path": ""}
+    scope = {"type": "http", "method": "POST", "http_version": "1.1", "scheme": "http", "headers": [], **path}
+    async with asyncio.timeout(5):
+        await app(scope, receive, send)
+    assert stub.generated
+    assert not stub.running
 
 
 async def test_a_failed_prompt_ends_the_others(fronts: Fronts, stub: StubRouter) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -12,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.common.errors import Internal, InvalidRequest, KvrelayError
 from kvrelay.router.front import FrontSettings, check_request_id, shorter_timeout
-from kvrelay.router.http.asgi import header, read_body, send_json, until_gone
+from kvrelay.router.http.asgi import ClientGone, header, read_body, send_json, until_gone
 from kvrelay.router.http.output import Output, Usage
 from kvrelay.router.http.parse import parse
 from kvrelay.router.http.schemas import GenerateBody, StreamOptions
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=GenerateBody)
 B_co = TypeVar("B_co", bound=GenerateBody, covariant=True)
+READ_SECONDS = 30.0
+"""After a request's deadline: for what is left of its answer to be read."""
 _TIMEOUT_HEADER = b"x-request-timeout-ms"
 
 
@@ -70,7 +73,8 @@ class Generation(Generic[B]):
         answer_id = f"{shape.id_prefix}-{unique}"
         prepared = await self._prepare(shape.inputs(answer_id, timeout_ms), shape.names)
         head = {"id": answer_id, **shape.head(stream=bool(body.stream)), **self._about(prepared[0])}
-        async with contextlib.aclosing(merged([self._router.generate(each) for each in prepared])) as events:
+        events = merged([self._router.generate(each) for each in prepared])
+        async with _read_in_time(prepared), contextlib.aclosing(events):
             if body.stream:
                 await _stream(events, shape, head, options, EventStream(send))
             else:
@@ -90,6 +94,17 @@ class Generation(Generic[B]):
             "model": info.name,
             "system_fingerprint": f"fp_{info.fingerprint[:10]}",
         }
+
+
+@contextlib.asynccontextmanager
+async def _read_in_time(prepared: Sequence[PreparedRequest]) -> AsyncGenerator[None, None]:
+    """Raises ClientGone where the client has not read its answer READ_SECONDS after the deadline: writes wait for it."""
+    remaining = max(each.deadline for each in prepared) - time.monotonic()
+    try:
+        async with asyncio.timeout(remaining + READ_SECONDS):
+            yield
+    except TimeoutError:
+        raise ClientGone from None
 
 
 async def _whole(
