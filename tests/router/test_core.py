@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
@@ -134,6 +135,26 @@ async def test_chat_and_text_prompts(local: Local) -> None:
     assert (await router.prepare(source("Hello there, world"))).request.prompt_token_ids == tokens
     assert await router.detokenize("fake", tokens) == "Hello there, world"
     assert await router.tokenize("fake", "") == ()
+
+
+async def test_what_takes_long_is_not_done_in_the_event_loop(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = await started(local, "1D")
+    threads: list[int] = []
+
+    def noting(function: Callable[..., str]) -> Callable[..., str]:
+        def call(*args: object) -> str:
+            threads.append(threading.get_ident())
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(router._preparer._tokenizer, "render", noting(router._preparer._tokenizer.render))
+    monkeypatch.setattr(router._entries, "text", noting(router._entries.text))
+    messages = tuple(ChatMessage(role="user", content=f"{number}") for number in range(500))
+    tokens = await router.tokenize("fake", Chat(messages=messages))
+    assert "499" in await router.detokenize("fake", tokens)
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
 
 
 BAD = {

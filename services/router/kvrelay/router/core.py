@@ -29,6 +29,9 @@ from kvrelay.router.prepare import Preparer
 from kvrelay.router.recovery import Retries
 from kvrelay.router.settings import RouterSettings
 
+INLINE_TOKENS = 1000
+"""Fewer are decoded in less time than a thread takes to answer."""
+
 
 class Router:
     """See `kvrelay.router.job.Inference`. `start` once, then anything in any number at once, `close` once."""
@@ -183,4 +186,6 @@ class Router:
         """Raises InvalidRequest for ids outside the vocabulary, ModelNotFound."""
         self.model_info(model)
         self._preparer.check_ids(token_ids, "tokens")
-        return self._entries.text(token_ids)
+        if len(token_ids) <= INLINE_TOKENS:
+            return self._entries.text(token_ids)
+        return await asyncio.to_thread(self._entries.text, token_ids)  # the event loop goes on

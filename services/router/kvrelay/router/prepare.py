@@ -1,5 +1,6 @@
 """From what a client wrote to what pods understand: validate → chat template → tokenize → bound by the model's length."""
 
+import asyncio
 import secrets
 import time
 
@@ -12,6 +13,8 @@ from kvrelay.common.tokenizer import Tokenizer, check_unicode
 from kvrelay.router.job import Chat, GenerateInput, PreparedRequest
 
 MAX_SALT_CHARS = 256
+INLINE_MESSAGES = 100
+"""Fewer are rendered in less time than a thread takes to answer."""
 
 
 class Preparer:
@@ -56,7 +59,7 @@ class Preparer:
         """`add_special_tokens` None: for text, and not for a chat, whose template writes them. Raises InvalidRequest."""
         match prompt:
             case Chat():
-                text = self._tokenizer.render(_messages(prompt), prompt.add_generation_prompt)
+                text = await self._render(prompt)
                 found = await self._tokenizer.encode_async(text, bool(add_special_tokens), param="messages")
                 return tuple(found)
             case str():
@@ -64,6 +67,13 @@ class Preparer:
             case _:
                 self.check_ids(prompt, "prompt")
                 return prompt
+
+    async def _render(self, chat: Chat) -> str:
+        """Many messages in a thread, so that the event loop goes on."""
+        messages = _messages(chat)
+        if len(messages) <= INLINE_MESSAGES:
+            return self._tokenizer.render(messages, chat.add_generation_prompt)
+        return await asyncio.to_thread(self._tokenizer.render, messages, chat.add_generation_prompt)
 
     def check_ids(self, tokens: tuple[int, ...], field: str) -> None:
         """Raises InvalidRequest for an id outside the vocabulary."""
