@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -13,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvrelay.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge
 from kvrelay.common.rpc import from_rpc_error
+from kvrelay.router.grpcfront import start_grpc
 from kvrelay.router.job import Readiness
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, types_pb2
@@ -194,6 +196,17 @@ async def test_keys(stub: StubRouter) -> None:
         right = (("authorization", "Bearer right"),)
         assert [message async for message in service.Generate(request(), metadata=right)]
         await health_pb2_grpc.HealthStub(fronts.channel).Check(health_pb2.HealthCheckRequest())
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
+async def test_an_address_of_ipv6(stub: StubRouter) -> None:
+    server = await start_grpc(stub, Settings(host="::1"))
+    try:
+        async with grpc.aio.insecure_channel(f"[::1]:{server.port}") as channel:
+            info = await inference_pb2_grpc.InferenceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
+            assert info.model == MODEL
+    finally:
+        await server.stop(0)
 
 
 async def test_health_follows_readiness(fronts: Fronts, stub: StubRouter) -> None:

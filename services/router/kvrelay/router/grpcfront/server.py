@@ -7,6 +7,7 @@ import grpc
 import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
+from kvrelay.common import net
 from kvrelay.common.errors import Internal
 from kvrelay.router.front import ApiKeys, FrontSettings
 from kvrelay.router.grpcfront.calls import Calls
@@ -47,7 +48,7 @@ async def start_grpc(router: Inference, settings: GrpcSettings) -> GrpcServer:
         )
     )
     reflection.enable_server_reflection((INFERENCE, HEALTH, reflection.SERVICE_NAME), server)
-    address = f"{settings.host}:{settings.grpc_port}"
+    address = net.join(settings.host, settings.grpc_port)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
