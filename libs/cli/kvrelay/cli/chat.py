@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.markup import escape
 
 from kvrelay.cli.client import ApiError, Body, Client, Timing
 from kvrelay.cli.options import ROUTER_HTTP_PORT
@@ -46,7 +47,7 @@ def run_chat(args: argparse.Namespace, console: Console) -> int:
             except ApiError as error:
                 if args.message is not None:
                     raise
-                console.print(f"[red]{error}[/]")
+                console.print(f"[red]{escape(str(error))}[/]")
                 continue
             messages = [*asked, {"role": "assistant", "content": text}]
     return 0
