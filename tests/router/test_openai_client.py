@@ -57,6 +57,14 @@ async def test_chat(client: AsyncOpenAI) -> None:
     assert answer.usage.completion_tokens == 10
 
 
+async def test_an_answers_message_goes_back_into_the_conversation(client: AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=4)
+    for said in (answer.choices[0].message, answer.choices[0].message.model_dump()):
+        conversation = [*HELLO, said, *HELLO]
+        again = await client.chat.completions.create(model=MODEL, messages=conversation, max_tokens=4)
+        assert again.choices[0].message.content
+
+
 async def test_synchronous_client(fronts: Fronts) -> None:
     def ask() -> tuple[str | None, str]:
         with OpenAI(base_url=f"{fronts.url}/v1", api_key="any", max_retries=0) as client:

@@ -49,7 +49,15 @@ CHAT: Neutral = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-MESSAGE: Neutral = {"refusal": (), "audio": (), "function_call": (), "tool_calls": (), "tool_call_id": ()}
+MESSAGE: Neutral = {
+    "annotations": ([],),
+    "refusal": (),
+    "audio": (),
+    "function_call": (),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+}
+"""An answer's own message, sent back as a part of the conversation, passes."""
 
 
 def refuse(body: msgspec.Struct, neutral: Neutral, within: str = "") -> None:

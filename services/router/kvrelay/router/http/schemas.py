@@ -93,6 +93,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
 
+    annotations: object = None
     refusal: object = None
     audio: object = None
     function_call: object = None
