@@ -126,6 +126,13 @@ def test_preempted_and_computed_again(host: Host, llama: tuple[Path, Any]) -> No
     assert seq.row != other.row
 
 
+def test_logits_that_are_not_finite_cost_their_row_only(host: Host) -> None:
+    spoilt = host.sequence(tokens_of(40), repetition_penalty=1e-40)
+    whole = host.sequence(tokens_of(30, seed=1))
+    result = host.step((spoilt, 40), (whole, 30))
+    assert [sample.seq for sample in result.samples] == [whole]
+
+
 def test_rows_run_out(host: Host) -> None:
     seqs = [host.sequence([5]) for _ in range(host.config.max_num_seqs + 1)]
     host.step(*((seq, 1) for seq in seqs[:-1]))

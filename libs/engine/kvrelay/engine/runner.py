@@ -5,6 +5,7 @@ is written.
 """
 
 import itertools
+import logging
 import time
 from typing import Protocol
 
@@ -19,7 +20,10 @@ from kvrelay.engine.batch import Batch, LayerHook, Sample, Scheduled, StepResult
 from kvrelay.engine.cache import KvCache, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.loader import LoadedModel
+from kvrelay.engine.sampler import BadLogits
 from kvrelay.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 LOGIT_BYTES = 32 << 20
 """Of the logits of prompt positions that are in memory at once."""
@@ -139,7 +143,10 @@ class ModelRunner:
         )
 
     def _sample(self, parts: list[Scheduled], hidden: torch.Tensor) -> list[Sample]:
-        """One row of logits for each sequence that samples; a prompt that branches gives each branch a copy of it."""
+        """One row of logits for each sequence that samples; a prompt that branches gives each branch a copy of it.
+
+        Rows without usable logits have no sample: their requests are the ones to fail, not the step.
+        """
         last: list[int] = []
         sources: list[int] = []
         rows: list[tuple[Sequence, int]] = []
@@ -156,7 +163,11 @@ class ModelRunner:
         logits = self._logits(hidden[last])
         if len(rows) > len(last):
             logits = logits[sources]
-        return self._sampler.sample(logits, rows)
+        try:
+            return self._sampler.sample(logits, rows)
+        except BadLogits as error:
+            log.error("%s: %s", error.message, {rows[row][0].request.request_id for row in error.rows})
+            return error.samples
 
     def _prompt_logprobs(self, parts: list[Scheduled], hidden: torch.Tensor) -> dict[Sequence, list[PositionLogprobs]]:
         found: dict[Sequence, list[PositionLogprobs]] = {}
