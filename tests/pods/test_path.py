@@ -198,6 +198,17 @@ async def test_no_room_says_so() -> None:
         assert await pod.caller.reserve(request("b", length=100)) is not None
 
 
+async def test_an_attempt_without_room_ends_the_former_one() -> None:
+    async with running("decode", fake_num_blocks=10) as pod, pod.caller.stream():
+        await pod.caller.reserve(request("a"))
+        await pod.caller.reserve(request("b"))
+        with pytest.raises(NoCapacity):
+            await pod.caller.reserve(request("a", length=300), 2)
+        await called(pod.caller.decode.Abort(decode_pb2.AbortRequest(request_ids=["b"])))
+        await pod.caller.until_free()
+        assert not pod.pod._routes.busy
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 async def test_a_ticket_that_no_one_uses(policy: str) -> None:
     wanted = request("a", n=2)

@@ -4,7 +4,7 @@ import asyncio
 
 import grpc.aio
 
-from kvrelay.common.errors import KvrelayError
+from kvrelay.common.errors import KvrelayError, NoCapacity
 from kvrelay.common.ids import RequestId, RouterId
 from kvrelay.common.rpc import answering
 from kvrelay.common.wire import request_from_proto, ticket_to_proto
@@ -39,6 +39,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 ticket, answer.num_cached_tokens = await self._engine.reserve(
                     wanted, request.attempt, router_id, local_prefill=request.local_prefill
                 )
+            except NoCapacity:  # a former attempt has made way all the same
+                self._routes.disown(wanted.request_id)
+                raise
             except KvrelayError:
                 self._routes.give_back(wanted.request_id, former)
                 raise
