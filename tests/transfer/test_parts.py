@@ -10,11 +10,18 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.common.errors import TransferFailed
+from kvrelay.common.ids import Epoch, PodId
 from kvrelay.transfer.checksum import checksum
+from kvrelay.transfer.control import Gone, Identity
+from kvrelay.transfer.counters import Counters
 from kvrelay.transfer.coverage import Coverage
 from kvrelay.transfer.frame import HEADER_BYTES, ChecksumError, FrameRejected, Header, make_tag, open_frame, split_tag
+from kvrelay.transfer.link import Dialer, Link
+from kvrelay.transfer.loopback import LoopbackNetwork
 from kvrelay.transfer.staging import Staging
 from kvrelay.transfer.transport import Buffer
+from tests.transfer.kv import make_layout
 
 pytestmark = pytest.mark.unit
 
@@ -158,3 +165,17 @@ async def test_a_cancelled_waiter_gives_its_buffer_back() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiter
     assert staging.used_bytes == 0
+
+
+async def test_a_dial_that_has_just_failed_is_no_link() -> None:
+    transport = LoopbackNetwork().transport()
+    identity = Identity(pod_id=PodId("p"), epoch=Epoch("e"), layout=make_layout(), frame_bytes=1, checksum=0)
+    dialer = Dialer(transport, identity, Counters(), 1, 1.0)
+
+    async def fail() -> Link:
+        raise TransferFailed("nobody there")
+
+    dial = dialer._dials[b"there"] = asyncio.create_task(fail())
+    await asyncio.wait((dial,))
+    dialer.on_gone(Gone(link=1))
+    assert dialer._open() == []

@@ -137,7 +137,8 @@ class Dialer:
         return links[0]
 
     def _open(self) -> list[Link]:
-        return [dial.result() for dial in self._dials.values() if dial.done()]
+        dials = [dial for dial in self._dials.values() if dial.done() and not dial.cancelled()]
+        return [dial.result() for dial in dials if dial.exception() is None]
 
     def drop(self, link: Link, error: TransferFailed) -> None:
         """Breaks a link that does not move."""
