@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from kvrelay.common.errors import InvalidRequest, NoCapacity
+from kvrelay.common.ids import RequestId
 from kvrelay.common.request import ResumedChoice
 
 pytestmark = pytest.mark.unit
@@ -53,3 +55,29 @@ def test_prefill_tokens_are_of_their_ticket_s_attempt(harness: Any) -> None:
     h.engine.prefill(h.request("a", 40, n=2, resume=(ResumedChoice(choice=0, token_ids=(5, 6)),)), 2)
     h.run()
     assert attempts(h) == [2, 2]
+
+
+def test_a_higher_attempt_ends_the_former_push(harness: Any) -> None:
+    h = harness()
+    request = h.request("a", 40)
+    h.engine.prefill(request, 1)
+    with pytest.raises(InvalidRequest):
+        h.engine.prefill(request, 1)
+    with pytest.raises(NoCapacity):
+        h.engine.prefill(request, 2)
+    assert h.port.aborted == [request.request_id]
+    h.engine.push_done(request.request_id)
+    h.engine.prefill(request, 2)
+    h.run()
+    assert attempts(h) == [2]
+
+
+def test_a_renewed_reservation_waits_for_what_it_says(harness: Any) -> None:
+    h = harness()
+    h.engine.reserve(h.request("a", 40, n=2), 1)
+    h.engine.abort_choice(RequestId("a"), 1)
+    again = h.request("a", 40, n=2, resume=(ResumedChoice(choice=0, token_ids=(5,), finished=True),))
+    h.deliver(h.engine.reserve(again, 2), again)
+    h.run()
+    h.check_output(again, 1)
+    h.check_empty()

@@ -159,7 +159,8 @@ class AsyncEngine:
         self._calls[number] = future
         try:
             self._send(make(number))
-            return await asyncio.wait_for(future, CALL_SECONDS)
+            async with asyncio.timeout(CALL_SECONDS):  # wait_for may lose a cancellation in Python 3.11
+                return await future
         except TimeoutError as error:
             raise Unavailable(f"the engine has not answered for {CALL_SECONDS:.0f} s") from error
         finally:
@@ -212,7 +213,8 @@ class AsyncEngine:
         with contextlib.suppress(Unavailable):
             self._send(m.Shutdown())
         try:
-            await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._process.wait()
         except TimeoutError:
             self._process.kill()
             await self._process.wait()

@@ -9,7 +9,7 @@ Between `schedule` and `update` any other call may come. What the step in flight
 from collections.abc import Iterable, KeysView
 from typing import Protocol
 
-from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, NoCapacity, TransferFailed
+from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, TransferFailed
 from kvrelay.common.ids import Fingerprint, RequestId
 from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs
 from kvrelay.engine.batch import Batch, LayerHook, Sample, StepResult
@@ -99,10 +99,9 @@ class Engine:
         """Computes the prompt and one token a choice. The blocks are held, also after an abort, until `push_done`.
 
         A push may read `blocks` of the returned sequence (one list for its life) below the positions computed. Resumed
-        choices repeat their first token. Raises NoCapacity while a push of the same request's former attempt goes on.
+        choices repeat their first token. A higher attempt ends the former one. Raises NoCapacity while that one's push goes on.
         """
-        if request.request_id in self._ledger.ending:
-            raise NoCapacity(f"the push of a former attempt of {request.request_id} has not ended")
+        self._ledger.end_former_push(request.request_id, attempt)
         entry = self._ledger.open(request, attempt)
         seq = entry.sequence(0, (), request.sampling.n)
         seq.whole = entry.pushing = True

@@ -128,8 +128,12 @@ class Driver:
         stats = self._engine.stats(self._counters())
         self._channel.send(m.StepOutput(deltas=tuple(update.deltas), notices=tuple(notices), stats=stats))
         for request_id in {*(d.request_id for d in update.deltas), *(n.request_id for n in notices)}:
-            if request_id not in self._engine.request_ids:
-                self._routers.pop(request_id, None)
+            self._forget_router(request_id)
+
+    def _forget_router(self, request_id: RequestId) -> None:
+        """Whose request it is need not be known, once it is over."""
+        if request_id not in self._engine.request_ids:
+            self._routers.pop(request_id, None)
 
     def _counters(self) -> m.TransferCounters:
         counted, transport = self._port.counters, self._port.transport
@@ -152,7 +156,7 @@ class Driver:
             case m.Reserve(call=call):
                 self._answer(call, lambda: self._reserve(message))
             case m.Prefill(request=request, ticket=ticket):
-                self._or_fail(request, lambda: self._prefill(request, ticket))
+                self._or_fail(request, lambda: self._prefill(request, ticket), ticket.attempt)
             case m.Submit(request=request, router_id=router_id):
                 self._routers[request.request_id] = router_id
                 self._or_fail(request, lambda: self._engine.add(request))
@@ -160,8 +164,7 @@ class Driver:
                 self._abort(request_ids)
             case m.AbortChoice(request_id=request_id, choice=choice):
                 self._engine.abort_choice(request_id, choice)
-                if request_id not in self._engine.request_ids:
-                    self._routers.pop(request_id, None)
+                self._forget_router(request_id)
             case m.AbortRouter(router_id=router_id):
                 self._abort(tuple(key for key, value in self._routers.items() if value == router_id))
             case m.Inspect(call=call):
@@ -180,17 +183,24 @@ class Driver:
         except KvrelayError as error:
             self._channel.send(m.Failed(call=call, code=error.code, message=error.message))
 
-    def _or_fail(self, request: EngineRequest, act: Callable[[], None]) -> None:
+    def _or_fail(self, request: EngineRequest, act: Callable[[], None], attempt: int = 0) -> None:
         try:
             act()
         except KvrelayError as error:
-            self._notices.append(
-                m.Notice(request_id=request.request_id, kind=m.RequestFailed(code=error.code, message=error.message))
-            )
+            kind = m.RequestFailed(code=error.code, message=error.message)
+            self._notices.append(m.Notice(request_id=request.request_id, attempt=attempt, kind=kind))
 
     def _reserve(self, message: m.Reserve) -> m.Reserved:
+        try:
+            reserved = self._admit(message)
+        except KvrelayError:
+            self._forget_router(message.request.request_id)  # a former attempt may have made way
+            raise
+        self._routers[message.request.request_id] = message.router_id
+        return reserved
+
+    def _admit(self, message: m.Reserve) -> m.Reserved:
         request = message.request
-        self._routers[request.request_id] = message.router_id
         if message.local_prefill:
             found = self._engine.reserve_local(request, message.attempt)
             return m.Reserved(call=message.call, ticket=None, num_cached_tokens=found)
@@ -234,9 +244,9 @@ class Driver:
 
     # What the transfer says, and what it is told.
 
-    def _push_ended(self, request_id: RequestId, end: m.PushCompleted | m.PushFailed) -> None:
+    def _push_ended(self, request_id: RequestId, attempt: int, end: m.PushCompleted | m.PushFailed) -> None:
         self._engine.push_done(request_id)
-        self._notices.append(m.Notice(request_id=request_id, kind=end))
+        self._notices.append(m.Notice(request_id=request_id, attempt=attempt, kind=end))
         self._changed()
 
     def _transfer_failed(self, request_id: RequestId, attempt: int, error: KvrelayError) -> None:

@@ -57,6 +57,7 @@ class Entry:
         self.request, self.attempt = request, attempt
         self.deadline = time.monotonic() + request.timeout_ms / 1000.0
         self.lead.request, self.lead.deadline = request, self.deadline
+        self.aborted.clear()  # what `resume` does not call finished is waited for
 
     def collect(self, start: int, logprobs: list[PositionLogprobs]) -> None:
         """Prompt logprobs of the tokens after positions `start` …; a prompt that is computed again says them again."""

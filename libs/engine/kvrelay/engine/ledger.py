@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from typing import Protocol
 
-from kvrelay.common.errors import InvalidRequest, KvrelayError, StaleEpoch
+from kvrelay.common.errors import InvalidRequest, KvrelayError, NoCapacity, StaleEpoch
 from kvrelay.common.ids import RequestId
 from kvrelay.common.request import ChoiceDelta, EngineRequest, FinishReason
 from kvrelay.engine.entry import Entry, Limits, delivered, ended
@@ -212,6 +212,14 @@ class Ledger:
             self._manager.free(seq)
 
     # Attempts.
+
+    def end_former_push(self, request_id: RequestId, attempt: int) -> None:
+        """Of a lower attempt than `attempt`. Raises NoCapacity until it has ended."""
+        known = self.entries.get(request_id)
+        if known is not None and known.pushing and known.attempt < attempt:
+            self.retire(known)
+        if request_id in self.ending:
+            raise NoCapacity(f"the push of a former attempt of {request_id} has not ended")
 
     def supersede(self, request: EngineRequest, attempt: int) -> Entry | None:
         """The request's live entry if `attempt` is not lower than its own. Raises StaleEpoch for a lower one, and

@@ -40,7 +40,7 @@ class Pushes:
     """All pushes of one engine. Everything runs on the event loop, but for the hooks, which the compute thread calls."""
 
     def __init__(
-        self, sender: Sender, cache: KvCache, on_end: Callable[[RequestId, PushCompleted | PushFailed], None]
+        self, sender: Sender, cache: KvCache, on_end: Callable[[RequestId, int, PushCompleted | PushFailed], None]
     ) -> None:
         self._sender = sender
         self._cache = cache
@@ -53,17 +53,18 @@ class Pushes:
         """Raises TransferFailed for a ticket that is none of this engine's kind."""
         handle = self._sender.push(ticket, BlockSource(self._cache, seq.blocks))
         self._handles[request.request_id] = handle
-        handle.done.add_done_callback(lambda done: self._ended(request.request_id, done))
+        handle.done.add_done_callback(lambda done: self._ended(request.request_id, ticket.attempt, done))
 
-    def _ended(self, request_id: RequestId, done: "asyncio.Future[PushResult]") -> None:
+    def _ended(self, request_id: RequestId, attempt: int, done: "asyncio.Future[PushResult]") -> None:
         del self._handles[request_id]
         error = done.exception()
         if error is None:
             result = done.result()
-            self._on_end(request_id, PushCompleted(payload_bytes=result.payload_bytes, seconds=result.seconds))
+            end = PushCompleted(payload_bytes=result.payload_bytes, seconds=result.seconds)
+            self._on_end(request_id, attempt, end)
         else:
             code = error.code if isinstance(error, KvrelayError) else "internal"
-            self._on_end(request_id, PushFailed(code=code, message=str(error)))
+            self._on_end(request_id, attempt, PushFailed(code=code, message=str(error)))
 
     def hook(self, batch: Batch) -> LayerHook:
         """For the step about to compute `batch`. What a first part found in the cache is ready at once, in all layers."""

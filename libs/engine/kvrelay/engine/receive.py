@@ -14,10 +14,10 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from kvrelay.common.errors import KvrelayError
+from kvrelay.common.errors import KvrelayError, TransferFailed
 from kvrelay.common.ids import RequestId
 from kvrelay.common.layout import KvDtype
-from kvrelay.common.request import Ticket, TicketTarget
+from kvrelay.common.request import ChoiceDelta, Ticket, TicketTarget
 from kvrelay.engine.cache import KvCache
 from kvrelay.engine.core import Engine, Reservation
 from kvrelay.engine.messages import EngineInfo
@@ -50,6 +50,7 @@ class Tickets:
         self.cache = cache
         self.on_filled = on_filled
         self.on_failed = on_failed
+        self.vocab_size = info.vocab_size
         self._port = port
         self._info = info
         self._granted: dict[RequestId, Granted] = {}
@@ -110,9 +111,17 @@ class ReservationSink:
         cache.write_rows(layer, cache.slots(self._reservation.blocks, first_token, num_tokens), data, dtype)
 
     def complete(self, final: FinalFrame) -> None:
-        self._tickets.close(self._reservation.request_id)
+        """Raises TransferFailed for tokens that cannot be this request's first ones: the ticket's deadline still runs."""
+        for delta in final.deltas:
+            self._check(delta)
         self._tickets.engine.attach(self._reservation.request_id, self._reservation.generation, final.deltas)
+        self._tickets.close(self._reservation.request_id)
         self._tickets.on_filled()
+
+    def _check(self, delta: ChoiceDelta) -> None:
+        mine = delta.request_id == self._reservation.request_id and delta.index == 0 and len(delta.token_ids) == 1
+        if not mine or not 0 <= delta.token_ids[0] < self._tickets.vocab_size:
+            raise TransferFailed(f"no first token of {self._reservation.request_id}: choice {delta.choice} there")
 
     def failed(self, error: KvrelayError) -> None:
         log.warning("the transfer of %s failed: %s", self._reservation.request_id, error.message)
