@@ -202,6 +202,13 @@ async def test_readiness_counts_pods(local: Local) -> None:
     assert (seen.ready, seen.num_prefill, seen.num_decode) == (False, 1, 0)
 
 
+async def test_a_long_models_name_is_not_said_back(local: Local) -> None:
+    router = await started(local, "1D")
+    with pytest.raises(ModelNotFound) as raised:
+        router.model_info("x" * 1_000_000)
+    assert len(raised.value.message) < 300
+
+
 async def test_other_models_are_not_found(local: Local) -> None:
     router = await local.start()
     with pytest.raises(ModelNotFound):

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from kvrelay.common.errors import Internal
+from kvrelay.common.errors import Internal, InvalidRequest
 from kvrelay.router.http import asgi
+from kvrelay.router.http.parse import parse
+from kvrelay.router.http.schemas import CompletionBody
 from kvrelay.router.job import Readiness
 from tests.router.answers import from_error
 from tests.router.stack import MAX_BODY, Fronts, Settings, fronts_of
@@ -191,6 +195,31 @@ async def test_unknown_fields_are_refused_as_openai_does(fronts: Fronts) -> None
         None,
         "Unrecognized request argument supplied: flavour",
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"%s": 1}', None),
+        ('{"messages": [{"role": "%s", "content": "x"}]}', "messages[0].role"),
+        ('{"messages": [], "logit_bias": {"%s": 1}}', "logit_bias"),
+    ],
+    ids=["field", "value", "key"],
+)
+@pytest.mark.parametrize("word", ["x", " - at `$"], ids=["plain", "path"])
+async def test_long_words_are_not_said_back(fronts: Fronts, body: str, param: str | None, word: str) -> None:
+    error, named, message = await refused(fronts, CHAT, (body % (word * 20_000)).encode())
+    assert (error, named) == ("invalid_request", param)
+    assert len(message) < 2000
+
+
+async def test_a_long_word_is_not_searched() -> None:
+    """Other requests' tokens wait meanwhile."""
+    body = b'{"' + b"x" * (4 << 20) + b'": 1}'
+    begin = time.process_time()
+    with pytest.raises(InvalidRequest, match="Unrecognized request argument supplied: xxx"):
+        parse(body, msgspec.json.Decoder(CompletionBody))
+    assert time.process_time() - begin < 0.1
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ from kvrelay.router.prepare import Preparer
 from kvrelay.router.recovery import Retries
 from kvrelay.router.settings import RouterSettings
 
+MAX_NAME_CHARS = 200
+"""Of a client's own words in a message."""
 INLINE_TOKENS = 1000
 """Fewer are decoded in less time than a thread takes to answer."""
 
@@ -89,7 +91,7 @@ class Router:
     def model_info(self, model: str = "") -> ModelInfo:
         """Raises ModelNotFound."""
         if model not in ("", self._model.name):
-            raise ModelNotFound(f"the model {model!r} does not exist", "model")
+            raise ModelNotFound(f"the model {model[:MAX_NAME_CHARS]!r} does not exist", "model")
         decoding = self._dispatcher.pods.decoding()
         limits = [pod.record.max_model_len for pod in decoding]
         if decoding:  # a request's KV must fit one pod

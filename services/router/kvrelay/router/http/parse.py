@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 MAX_NAME_CHARS = 200
 """Of a client's own words in a message."""
+MAX_REASON_CHARS = 1000
+"""Of what is wrong with a field, before it is taken apart."""
 MAX_EXPLAINED_BYTES = 256 << 10
 """In a larger body that is no JSON the field is not looked for: that would hold up other requests' tokens."""
 _AT = re.compile(r"^(.*?)(?: - at `(key` in `)?\$([^`]*)`)?$", re.DOTALL)
@@ -26,11 +28,18 @@ def parse(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _mistyped(str(error)) from None
+        raise _mistyped(_without_middle(str(error))) from None
     except msgspec.DecodeError:
         raise _malformed(body) from None
     except RecursionError:
         raise InvalidRequest("The JSON body is nested too deeply.") from None
+
+
+def _without_middle(message: str) -> str:
+    """A client's word stands in the middle, however long; the field's path, of names that are known, is at the end."""
+    if len(message) <= MAX_REASON_CHARS:
+        return message
+    return f"{message[: MAX_REASON_CHARS // 2]}…{message[-MAX_REASON_CHARS // 2 :]}"
 
 
 def _mistyped(message: str) -> InvalidRequest:
