@@ -12,6 +12,7 @@ import pytest
 from kvrelay.common.errors import TransferFailed
 from kvrelay.common.ids import Epoch, PodId, RequestId, RouterId
 from kvrelay.common.request import ChoiceDelta, EngineRequest
+from kvrelay.common.tasks import end_task
 from kvrelay.engine import messages as m
 from kvrelay.engine.client import AsyncEngine
 from kvrelay.engine.config import EngineConfig
@@ -49,15 +50,15 @@ class Driven:
         built: Any = types.SimpleNamespace(engine=self.h.engine, cache=cache)
         info: Any = types.SimpleNamespace(pod_id=PodId("d"), epoch=Epoch("e"), layout=layout, vocab_size=VOCAB)
         channel: Any = self.sent
-        with ThreadPoolExecutor(1) as compute:
-            self.driver = Driver(self.h.config, built, info, self.port, channel, compute)
+        self.compute = ThreadPoolExecutor(1)
+        self.driver = Driver(self.h.config, built, info, self.port, channel, self.compute)
 
     def reserve(self, request: EngineRequest, attempt: int = 1) -> m.FromEngine:
         self.driver.handle(m.Reserve(call=1, request=request, attempt=attempt, router_id=ROUTER))
         return self.sent[-1]
 
     def said(self) -> list[m.Notice]:
-        self.driver._publish(self.h.engine.drain(), idle=True)
+        self.driver._publish(self.h.engine.drain(), state=True)
         output = self.sent[-1]
         assert isinstance(output, m.StepOutput)
         return list(output.notices)
@@ -68,6 +69,7 @@ async def driven(harness: Any) -> AsyncGenerator[Driven, None]:
     made = Driven(harness, num_blocks=8)
     yield made
     await made.port.close()
+    made.compute.shutdown()
 
 
 async def test_nothing_is_remembered_of_a_refused_reservation(driven: Driven) -> None:
@@ -110,6 +112,18 @@ async def test_wrong_first_tokens_leave_the_deadline_to_decide(driven: Driven, d
     driven.h.check_output(request)
     assert "RecomputeStarted" in driven.h.kinds("a")
     driven.h.check_empty()
+
+
+async def test_each_chunk_of_a_prompt_changes_the_state_that_is_told(driven: Driven) -> None:
+    chunks = driven.h.config.max_num_batched_tokens
+    driven.driver.handle(m.Submit(request=driven.h.request("long", chunks + 30, max_tokens=1)))
+    running = asyncio.create_task(driven.driver.run())
+    async with asyncio.timeout(5):
+        while not any(isinstance(said, m.StepOutput) and said.deltas for said in driven.sent):
+            await asyncio.sleep(0)
+    await end_task(running)
+    states = [said.stats for said in driven.sent if isinstance(said, m.StepOutput)]
+    assert [(state.num_steps, state.waiting_tokens) for state in states][:2] == [(1, 30), (2, 0)]
 
 
 async def test_a_cancellation_is_not_lost_when_the_answer_comes_with_it() -> None:

@@ -98,13 +98,13 @@ class Driver:
             await self._work.wait()
             self._work.clear()
             batch = None if self._held else self._engine.schedule()
-            self._publish(self._engine.drain(), idle=batch is None)
+            self._publish(self._engine.drain(), state=batch is None)
             if batch is None:
                 continue
             result = await loop.run_in_executor(self._compute, self._engine.run, batch, self._pushes.hook(batch))
             update = self._engine.update(batch, result)
             self._pushes.first_tokens(update.deltas)
-            self._publish(update)
+            self._publish(update, state=True)
             await self._channel.drain()
             self._work.set()
 
@@ -120,10 +120,10 @@ class Driver:
         """Something may be said, or be possible, that was not before."""
         self._work.set()
 
-    def _publish(self, update: StepUpdate, *, idle: bool = False) -> None:
-        """Tokens and news, if there are any; when there is nothing to do also the bare state."""
+    def _publish(self, update: StepUpdate, *, state: bool) -> None:
+        """Tokens and news, if there are any, and the state with them; with `state` also the bare state."""
         notices, self._notices = [*self._notices, *update.notices], []
-        if not (update.deltas or notices or idle):
+        if not (update.deltas or notices or state):
             return
         stats = self._engine.stats(self._counters())
         self._channel.send(m.StepOutput(deltas=tuple(update.deltas), notices=tuple(notices), stats=stats))
