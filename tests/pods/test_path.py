@@ -209,6 +209,21 @@ async def test_an_attempt_without_room_ends_the_former_one() -> None:
         assert not pod.pod._routes.busy
 
 
+async def test_what_an_engine_grants_too_late_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running("decode") as pod, pod.caller.stream():
+        reserve = pod.engine.reserve
+
+        async def late(*args: object, **options: object) -> None:
+            await reserve(*args, **options)  # type: ignore[arg-type]
+            raise Unavailable("the engine has not answered")
+
+        monkeypatch.setattr(pod.engine, "reserve", late)
+        with pytest.raises(Unavailable):
+            await pod.caller.reserve(request("a"))
+        await pod.caller.until_free()
+        assert not pod.pod._routes.busy
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 async def test_a_ticket_that_no_one_uses(policy: str) -> None:
     wanted = request("a", n=2)

@@ -4,7 +4,7 @@ import asyncio
 
 import grpc.aio
 
-from kvrelay.common.errors import KvrelayError, NoCapacity
+from kvrelay.common.errors import KvrelayError, NoCapacity, Unavailable
 from kvrelay.common.ids import RequestId, RouterId
 from kvrelay.common.rpc import answering
 from kvrelay.common.wire import request_from_proto, ticket_to_proto
@@ -42,12 +42,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             except NoCapacity:  # a former attempt has made way all the same
                 self._routes.disown(wanted.request_id)
                 raise
-            except KvrelayError:
-                self._routes.give_back(wanted.request_id, former)
-                raise
-            except asyncio.CancelledError:  # the engine may grant it yet, to no one
+            except (asyncio.CancelledError, Unavailable):  # no answer yet: the engine may grant it still, to no one
                 self._routes.disown(wanted.request_id)
                 await self._engine.abort((wanted.request_id,))
+                raise
+            except KvrelayError:
+                self._routes.give_back(wanted.request_id, former)
                 raise
             if ticket is not None:
                 answer.ticket.CopyFrom(ticket_to_proto(ticket))
