@@ -80,6 +80,7 @@ def run(case: Case, plan: Plan) -> Result:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     """As an exception, so that what was started is stopped."""
+    print("ended by SIGTERM", file=sys.stderr)
     raise SystemExit(143)
 
 
