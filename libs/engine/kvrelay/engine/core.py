@@ -28,7 +28,7 @@ from kvrelay.engine.sequence import Sequence, State
 __all__ = ["Engine", "Reservation", "Runner", "StepUpdate", "TransferPort"]
 
 _CHUNK = 16
-_CPU_START = 256
+_CPU_START = 64
 """Tokens of the first steps on a CPU, before their cost is known."""
 
 
