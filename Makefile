@@ -52,13 +52,13 @@ status: ## pods, what they hold, bytes pushed
 	@$(BIN)/kvrelay status
 
 test: setup lint proto-check ## everything: lint, types, wire, all tests
-	$(BIN)/python -m pytest -m 'not soak' $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: setup ## without whole stacks of real processes
-	$(BIN)/python -m pytest -m 'not e2e and not soak' $(ARGS)
+	$(BIN)/python -m pytest -m 'not e2e' $(ARGS)
 
 e2e: setup ## whole stacks of real processes alone
-	$(BIN)/python -m pytest -m 'e2e and not soak' $(ARGS)
+	$(BIN)/python -m pytest -m e2e $(ARGS)
 
 soak: setup ## the full counts of what `test` samples, and a report; hours (ARGS="--list", ARGS="--only 'faults-*'")
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -70,7 +70,7 @@ def _encode(value: object) -> str:
 def _decode(kind: type, value: object) -> object:
     if kind is Path:
         return Path(str(value))
-    raise NotImplementedError(f"{kind.__name__} does not belong into a state")
+    raise TypeError(f"{kind.__name__} does not belong into a state")
 
 
 def discard(run_dir: Path) -> None:

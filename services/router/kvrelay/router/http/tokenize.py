@@ -1,5 +1,6 @@
 """`/tokenize` and `/detokenize`, in vLLM's shape."""
 
+import abc
 import asyncio
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -19,7 +20,7 @@ B = TypeVar("B")
 TURN_TOKENS = 256
 
 
-class _Endpoint(Generic[B]):
+class _Endpoint(abc.ABC, Generic[B]):
     schema: type[B]
 
     def __init__(self, router: Inference, settings: FrontSettings) -> None:
@@ -31,8 +32,9 @@ class _Endpoint(Generic[B]):
         body = parse(await read_body(scope, receive, self._limit), self._decoder)
         await send_json(send, await self.answer(body))
 
+    @abc.abstractmethod
     async def answer(self, body: B) -> dict[str, object]:
-        raise NotImplementedError
+        """Raises KvrelayError."""
 
 
 class Tokenize(_Endpoint[TokenizeBody]):
