@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from kvrelay.common.errors import Unsupported
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.loader import load_model
+from kvrelay.engine.loader.load import arithmetic_of
 from kvrelay.engine.models.errors import BadWeights, UnsupportedModel
 from tests.engine.tiny import Host, close, load, make, reference, tokens_of
 
@@ -70,10 +71,30 @@ def test_stored_dtype_is_the_default(folder: Path) -> None:
     rewrite(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": None, "torch_dtype": "bfloat16"}))
-    assert load(folder).model.dtype is torch.bfloat16
+    assert load(folder).dtype is torch.bfloat16
     (folder / "config.json").write_text(json.dumps(config | {"dtype": None}))
-    assert load(folder).model.dtype is torch.bfloat16
-    assert load(folder, dtype="float32").model.dtype is torch.float32
+    assert load(folder).dtype is torch.bfloat16
+    assert load(folder, dtype="float32").dtype is torch.float32
+
+
+@pytest.mark.parametrize(("name", "operator"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_arithmetic_of_a_processor_without_halves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, operator: str
+) -> None:
+    """Weights and KV keep the dtype that was asked for, the matrices are multiplied in float32."""
+    dtype = getattr(torch, name)
+    monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{operator}_supported", lambda: True)
+    assert arithmetic_of(dtype, "cpu") is dtype
+    monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{operator}_supported", lambda: False)
+    assert arithmetic_of(dtype, "cuda:0") is dtype
+    loaded = load(folder, dtype=name)
+    assert (loaded.dtype, loaded.model.dtype) == (dtype, torch.float32)
+    host, whole = Host(folder, dtype=name), Host(folder, dtype="float32", kv_dtype=name)
+    assert str(host.runner.kv.data.dtype) == f"torch.{name}"
+    tokens = tokens_of(20)
+    halves, exact = (h.prefill(h.sequence(tokens), 20) for h in (host, whole))
+    assert not torch.equal(halves, exact), "the weights were not rounded"
+    torch.testing.assert_close(halves, exact, atol=0.05, rtol=0.05)
 
 
 def test_eos_of_the_generation_config(folder: Path) -> None:

@@ -82,7 +82,7 @@ class ModelRunner:
         self, loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend, sampler: TokenSampler
     ) -> None:
         """Makes the KV cache. Raises Unsupported where it cannot be made as configured."""
-        kv_dtype = kv_dtype_of(config.kv_dtype, loaded.model.dtype)
+        kv_dtype = kv_dtype_of(config.kv_dtype, loaded.dtype)
         self.kv = KvCache(loaded.model_config, kv_dtype, config.block_size, config.kv_cache_bytes)
         self._model = loaded.model
         self._vocab_size = loaded.vocab_size

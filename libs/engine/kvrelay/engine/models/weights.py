@@ -21,18 +21,29 @@ class TensorSource(Protocol):
 
 
 class Weights:
-    """What a model is built from. Each tensor is read when it is asked for, so that few are in memory twice."""
+    """What a model is built from. Each tensor is read when it is asked for, so that few are in memory twice.
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype, on_progress: Callable[[int, int], None]) -> None:
+    Their values are those of `dtype`; they come as `arithmetic`, which holds all of them.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        arithmetic: torch.dtype,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
         self._source = source
         self._names = frozenset(source.names())
         self._dtype = dtype
+        self._arithmetic = arithmetic
         self._taken: set[str] = set()
         self._on_progress = on_progress
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._dtype
+        """That the model computes in."""
+        return self._arithmetic
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Raises BadWeights, which names the tensor, where it is missing or has another shape."""
@@ -41,7 +52,7 @@ class Weights:
         found = self._source.shape(name)
         if found != shape:
             raise BadWeights(f"{name} has the shape {list(found)}, not {list(shape)}")
-        tensor = self._source.read(name, self._dtype)
+        tensor = self._source.read(name, self._dtype).to(self._arithmetic)
         self._taken.add(name)
         self._on_progress(len(self._taken), len(self._names))
         return tensor
