@@ -69,9 +69,7 @@ class KvCache:
         return 2 * self._model.kv_size * self.dtype.itemsize
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keys and values [T, Hkv, D] into `slots` int64 [T]."""
-        if k.dtype is not self.data.dtype:
-            k, v = k.to(self.data.dtype), v.to(self.data.dtype)
+        """Keys and values [T, Hkv, D], of the cache's dtype, into `slots` int64 [T]."""
         self._keys[layer].index_copy_(0, slots, k)
         self._values[layer].index_copy_(0, slots, v)
 

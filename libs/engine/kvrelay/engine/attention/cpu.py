@@ -160,12 +160,14 @@ class CpuStep:
         num_tokens = len(self._slots)
         if len(k) > num_tokens:
             k, v = k[:num_tokens], v[:num_tokens]
-        kv.write(layer, self._slots, k, v)
         if kv.data.dtype is not q.dtype:
-            # What a later step will read back is what this one attends to.
-            k, v = k.to(kv.data.dtype).to(q.dtype), v.to(kv.data.dtype).to(q.dtype)
+            k, v = k.to(kv.data.dtype), v.to(kv.data.dtype)
+        kv.write(layer, self._slots, k, v)
         if self._num_decodes == len(q):
             return self._decode(layer, q, kv)
+        if kv.data.dtype is not q.dtype:
+            # What a later step will read back is what this one attends to.
+            k, v = k.to(q.dtype), v.to(q.dtype)
         parts = [self._decode(layer, q[: self._num_decodes], kv)] if self._groups else []
         for prefill in self._prefills:
             span = slice(prefill.start, prefill.end)

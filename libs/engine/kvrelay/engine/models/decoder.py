@@ -6,7 +6,7 @@ from kvrelay.engine.attention.base import AttentionMetadata
 from kvrelay.engine.batch import LayerHook
 from kvrelay.engine.cache import KvCache
 from kvrelay.engine.models.config import ModelConfig
-from kvrelay.engine.models.layers import HeadNorm, Linear, RmsNorm, linear, no_norm, silu_gate, tied_head
+from kvrelay.engine.models.layers import Linear, RmsNorm, linear, no_norm, silu_gate, tied_head
 from kvrelay.engine.models.rope import Rope, rotate
 from kvrelay.engine.models.weights import Weights
 
@@ -96,7 +96,8 @@ class Layer:
         return hidden + self._down(silu_gate(self._gate_up(self._mlp_norm(hidden))))
 
 
-def _head_norm(config: ModelConfig, name: str, weights: Weights) -> HeadNorm:
+def _head_norm(config: ModelConfig, name: str, weights: Weights) -> RmsNorm:
+    """Of each head of queries and keys together, [T, Hq + Hkv, D]."""
     queries = weights.take(f"{name}.self_attn.q_norm.weight", config.head_dim).expand(config.num_heads, -1)
     keys = weights.take(f"{name}.self_attn.k_norm.weight", config.head_dim).expand(config.num_kv_heads, -1)
-    return HeadNorm(torch.cat((queries, keys)), config.rms_norm_eps)
+    return RmsNorm(torch.cat((queries, keys)), config.rms_norm_eps)
