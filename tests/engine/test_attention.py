@@ -72,7 +72,9 @@ class Batch:
 
     def run(self, layer: int, padding: int = 0) -> torch.Tensor:
         for i, (before, _) in enumerate(self.parts):
-            self.kv.write(layer, self.slots(i, 0, before), self.k[i][:before], self.v[i][:before])
+            self.kv.write(
+                layer, self.slots(i, 0, before), *(x[i][:before].to(self.kv.data.dtype) for x in (self.k, self.v))
+            )
         width = max(len(blocks) for blocks in self.blocks)
         counts = np.array([now for _, now in self.parts])
         batch = AttentionBatch(
