@@ -6,10 +6,10 @@ from benchmarks.soak.case import Case, Figures, Plan
 from kvrelay.cli.stack import Stack
 from tests.e2e.meters import (
     BFLOAT16_TOKEN_BYTES,
-    DECODE_POD_BYTES,
     FLAT_SHARE,
     KV_CACHE_BYTES,
     ask,
+    decode_pod_limit,
     growth,
     memory,
     pod_bytes,
@@ -58,7 +58,8 @@ def _run(plan: Plan) -> Figures:
         served = pod_bytes(decode)
         pss = {name: pss_bytes(pid) for name, pid in processes(stack).items()}
         assert_whole(stack.pods)
-    assert max(full, served) < DECODE_POD_BYTES, f"the decode pod holds {max(full, served)} bytes"
+    limit = decode_pod_limit()
+    assert max(full, served) < limit, f"the decode pod holds {max(full, served)} bytes"
     warm = samples[WARM_REQUESTS]
     grown = {
         done: found for done, sample in samples.items() if done > WARM_REQUESTS and (found := swollen(warm, sample))
@@ -68,7 +69,7 @@ def _run(plan: Plan) -> Figures:
     return {
         "requests": plan.requests,
         "decode_pod_bytes": max(full, served),
-        "decode_pod_limit_bytes": DECODE_POD_BYTES,
+        "decode_pod_limit_bytes": limit,
         "growth_share": {name: bytes_ / warm[name] for name, bytes_ in growth(warm, last).items()},
         "pss_bytes_at_the_end": pss,
         "own_bytes_by_requests": {str(done): sample for done, sample in samples.items()},

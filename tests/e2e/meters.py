@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from tests.exactness.served import ask_all
 
 IDLE_SHARE = 0.03
 """Of a core: what a process of an idle stack may use at most."""
-DECODE_POD_BYTES = 1.4e9
-"""What a decode pod in bfloat16 with 512 MiB of KV may hold at most: the sum of its processes' PSS."""
+PARAMETERS = 134_515_008
+"""Of SmolLM2-135M."""
 FLAT_SHARE = 0.02
 """By which a process may grow while it serves, once it is warm."""
 FLAT_BYTES = 1 << 20
@@ -28,9 +29,22 @@ BFLOAT16_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
 """Of SmolLM2's KV: 30 layers, K and V, 3 heads of 64."""
 KV_CACHE_BYTES = 512 << 20
 
+_MULTIPLIES_IN = (
+    "from kvrelay.engine.loader.load import arithmetic_of as of; import torch; print(of(torch.bfloat16, 'cpu'))"
+)
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SENT = re.compile(r"\bbytes_sent:(\d+)")
 _OWNER = re.compile(r"\bpid=(\d+)\b")
+
+
+def decode_pod_limit() -> float:
+    """What a decode pod in bfloat16 with 512 MiB of KV may hold at most, in bytes: the sum of its processes' PSS.
+
+    Where the processor lacks bfloat16, a weight takes four bytes. Another process finds that out: torch in this one
+    would share its library with the pod, whose part of it would be counted half.
+    """
+    told = subprocess.run([sys.executable, "-c", _MULTIPLIES_IN], capture_output=True, check=True, text=True)
+    return 1.4e9 + (0 if told.stdout.strip() == "torch.bfloat16" else 2 * PARAMETERS)
 
 
 def processes(stack: Stack) -> dict[str, int]:

@@ -12,12 +12,12 @@ import pytest
 from kvrelay.cli.stack import Stack
 from tests.e2e.meters import (
     BFLOAT16_TOKEN_BYTES,
-    DECODE_POD_BYTES,
     HEADER_SHARE,
     IDLE_SHARE,
     KV_CACHE_BYTES,
     ask,
     cpu_shares,
+    decode_pod_limit,
     engine_of,
     has_socket_statistics,
     memory,
@@ -84,7 +84,7 @@ def test_a_decode_pod_with_all_its_kv_in_use(stack: Stack) -> None:
     ask(stack, prompts * rounds, at_once=1, num_tokens=2)
     assert inspect(stack.prefill[0]).transfer.transfers_failed == 0
     assert pss_bytes(engine_of(node)) - before > 0.9 * KV_CACHE_BYTES, "nearly all of the pool was blank before"
-    assert pod_bytes(node) < DECODE_POD_BYTES
+    assert pod_bytes(node) < decode_pod_limit()
 
 
 def test_memory_is_flat(stack: Stack) -> None:

@@ -17,13 +17,14 @@ class Decoder:
         self.config = config
         self.dtype = weights.dtype
         self._rope = Rope(config.rope, config.head_dim)
-        self._embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._layers = [Layer(config, index, weights) for index in range(config.num_layers)]
         self._norm = RmsNorm(weights.take("model.norm.weight", config.hidden_size), config.rms_norm_eps)
         if config.tie_embeddings:
-            self._head = tied_head(self._embedding)
+            self._head = tied_head(embedding)
         else:
             self._head = linear(weights.take("lm_head.weight", config.vocab_size, config.hidden_size))
+        self._embedding = embedding if self._head.uses(embedding) else embedding.to(weights.stored_dtype)
         weights.finish(self._unused)
 
     def _unused(self, name: str) -> bool:
@@ -42,7 +43,7 @@ class Decoder:
 
         `on_layer(i)` is called when layer i's KV lies in the cache and its attention was issued.
         """
-        hidden = torch.nn.functional.embedding(token_ids, self._embedding)
+        hidden = torch.nn.functional.embedding(token_ids, self._embedding).to(self.dtype)
         cos, sin = self._rope.tables(positions, self.dtype)
         for index, layer in enumerate(self._layers):
             q, k, v = layer.project(hidden, cos, sin)

@@ -18,6 +18,10 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
 
+    def uses(self, weight: torch.Tensor) -> bool:
+        """As it is: no copy was made."""
+        return self._weight is weight
+
 
 class PackedLinear(Linear):
     """The same on a CPU, by oneDNN, with the weight laid out once for its kernels; the plain weight is not kept."""

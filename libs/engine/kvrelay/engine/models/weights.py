@@ -45,6 +45,11 @@ class Weights:
         """That the model computes in."""
         return self._arithmetic
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The narrowest that holds all values."""
+        return self._dtype
+
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Raises BadWeights, which names the tensor, where it is missing or has another shape."""
         if name not in self._names:
