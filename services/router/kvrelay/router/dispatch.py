@@ -19,11 +19,12 @@ class Dispatcher:
         router_id: RouterId,
         access: PodAccess,
         *,
+        tokenizer: str,
         max_waiting: int,
         patience_seconds: float,
     ) -> None:
         self.queue = Queue(self._claim, max_waiting=max_waiting)
-        self.pods = Pods(directory, router_id, access, self.queue.dispatch)
+        self.pods = Pods(directory, router_id, access, self.queue.dispatch, tokenizer=tokenizer)
         self._policy = policy
         self._patience_seconds = patience_seconds
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from kvrelay.common.errors import Internal
+from kvrelay.common.modelfiles import tokenizer_digest
 from kvrelay.common.tokenizer import Tokenizer
 
 
@@ -17,5 +18,6 @@ class ServedModel:
             self.vocab_size = int(config["vocab_size"])
             self.max_model_len = int(config["max_position_embeddings"])
             self.tokenizer = Tokenizer(folder)
+            self.tokenizer_digest = tokenizer_digest(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Internal(f"the model in {folder} cannot be read: {type(error).__name__}: {error}") from error

@@ -35,13 +35,23 @@ class Pods:
     """
 
     def __init__(
-        self, directory: Directory, router_id: RouterId, access: PodAccess, on_change: Callable[[], None]
+        self,
+        directory: Directory,
+        router_id: RouterId,
+        access: PodAccess,
+        on_change: Callable[[], None],
+        *,
+        tokenizer: str,
     ) -> None:
+        """`tokenizer`: the digest of the router's own."""
         self.view = PodsView()
         self._directory = directory
         self._router_id = router_id
         self._access = access
         self._on_change = on_change
+        self._tokenizer = tokenizer
+        self._foreign: set[tuple[PodId, Epoch]] = set()
+        """Pods of another model, which were told of in the log."""
         self._keepers: dict[tuple[PodId, Epoch], asyncio.Task[None]] = {}
         self._usable: dict[Load, Pod] = {}
         self._layouts: list[KvLayout] = []
@@ -69,10 +79,21 @@ class Pods:
 
     async def _follow(self) -> None:
         async for records in self._directory.updates():
-            for record in records.values():
-                key = (record.pod_id, record.epoch)
-                if key not in self._keepers:
+            found = {(record.pod_id, record.epoch): record for record in records.values()}
+            self._foreign &= found.keys()
+            for key, record in found.items():
+                if record.tokenizer not in ("", self._tokenizer):
+                    self._refuse(key, record)
+                elif key not in self._keepers:
                     self._keepers[key] = asyncio.create_task(self._keep(record), name=f"pod {record.pod_id}")
+
+    def _refuse(self, key: tuple[PodId, Epoch], record: PodRecord) -> None:
+        """Token ids would mean other text there: answers would be nonsense, without an error."""
+        if key not in self._foreign:
+            self._foreign.add(key)
+            log.error(
+                "pod %s of the model %s is not used: its tokenizer is not this router's", record.pod_id, record.model
+            )
 
     async def _keep(self, record: PodRecord) -> None:
         """Connects, and again whenever the pod is lost, while its record stands."""

@@ -9,6 +9,7 @@ import torch
 
 from kvrelay.common.errors import Unsupported
 from kvrelay.common.ids import Fingerprint
+from kvrelay.common.modelfiles import tokenizer_bytes
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.loader.checkpoint import DTYPES, Checkpoint
 from kvrelay.engine.loader.dummy import open_dummy
@@ -55,7 +56,7 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     identity = fingerprint(
         described,
         checkpoint.files,
-        _tokenizer(config.model),
+        tokenizer_bytes(config.model),
         checkpoint.revision,
         lambda done, total: on_progress("hashing weights", done, total),
     )
@@ -112,9 +113,3 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if not 1 <= asked <= model.max_positions:
         raise Unsupported(f"max_model_len must be between 1 and the model's {model.max_positions}", "max_model_len")
     return asked
-
-
-def _tokenizer(path: Path) -> bytes:
-    """Empty where there is none beside the weights: a GGUF file holds its own, and is hashed whole."""
-    file = (path if path.is_dir() else path.parent) / "tokenizer.json"
-    return file.read_bytes() if file.is_file() else b""

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from kvrelay.common import net
 from kvrelay.common.discovery import PodRecord, Registration
 from kvrelay.common.errors import Draining, Internal, KvrelayError
+from kvrelay.common.modelfiles import tokenizer_digest
 from kvrelay.common.rpc import SERVER_OPTIONS
 from kvrelay.common.tasks import end_task
 from kvrelay.common.telemetry import exposition
@@ -234,4 +235,5 @@ class Pod:
             num_blocks=info.num_blocks,
             transport=info.transport,
             version=VERSION,
+            tokenizer=tokenizer_digest(settings.model) if settings.model is not None else "",
         )
