@@ -123,3 +123,9 @@ def test_sizes_read_back(size: int) -> None:
 
 def test_sizes_may_have_a_fraction() -> None:
     assert parse_size("1.5GiB") == 3 << 29
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "1e9", "2000000TiB", "9" * 308 + "GiB"])
+def test_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no size|is over"):
+        parse_size(text)

@@ -226,6 +226,7 @@ async def test_a_revoked_ticket_lets_nothing_in(pair: Pair) -> None:
     assert isinstance(await failure(handle.done), StaleEpoch)
     assert sink.writes == writes <= 3
     assert not sink.ended.done()
+    assert (pair.p.counters.transfers_cancelled, pair.p.counters.transfers_failed) == (1, 0)
 
 
 async def test_a_ticket_revoked_before_the_push_began(pair: Pair) -> None:

@@ -23,7 +23,8 @@ from kvrelay.cli.state import Entry, State
 from kvrelay.common.access import read_token
 
 READY_SECONDS = 180.0
-STOP_SECONDS = 15.0
+STOP_SECONDS = 40.0
+"""For each kind of process: the drain of a router, 30 s unless told otherwise, and some for its close."""
 POLL_SECONDS = 0.1
 LOG_LINES = 20
 

@@ -20,6 +20,7 @@ from pydantic_settings.exceptions import SettingsError
 
 PREFIX: Final = "KVRELAY_"
 MAX_CONFIG_BYTES: Final = 1 << 20
+MAX_SIZE: Final = 1 << 60
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 # Kubernetes sets these for each Service in the namespace, and ours may well be named kvrelay-router.
@@ -39,7 +40,10 @@ def parse_size(value: object) -> object:
     match = _SIZE.fullmatch(value)
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"{value!r} is no size: give bytes, or a number with KiB, MiB, GiB or TiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if size > MAX_SIZE:
+        raise ValueError(f"{value[:40]!r} is over {MAX_SIZE >> 40} TiB")
+    return int(size)
 
 
 def format_size(size: int) -> str:
