@@ -1,7 +1,8 @@
 """Greedy answers in float32 are those of transformers: all prompts, on every engine, under all that must not matter.
 
-The product: engine × chunk size × block size, and for each of them {1, 16} requests at once × {cold, with prefix hits}, and
-apart from these, after preemptions. (One request at a time is never preempted: a pool that holds it holds it to its end.)
+The product: engine × chunk size, and for each of them {1, 16} requests at once × {cold, with prefix hits}, and apart from these,
+after preemptions. (One request at a time is never preempted: a pool that holds it holds it to its end.) Each chunk size comes with
+a block size of its own.
 """
 
 import functools
@@ -15,9 +16,8 @@ from tests.exactness.reference import Reference
 from tests.exactness.served import Answer
 from tests.exactness.test_served import TOKEN_BYTES
 
-CHUNKS = (100, 96)
-"""100 divides the prompts of 100, 700, 1,500 and 4,000 tokens; 96 divides none of these."""
-BLOCK_SIZES = (16, 32)
+SIZES = ((100, 16), (96, 32))
+"""Chunk and block. 100 divides the prompts of 100, 700, 1,500 and 4,000 tokens; 96 divides none of these."""
 AT_ONCE = (1, 16)
 
 COPIES = 3
@@ -109,7 +109,7 @@ def _preempt_long(name: str, plan: Plan, options: Options, prompt: str, case: Re
 
 def _cases() -> list[Case]:
     made = []
-    for name, chunk, block_size in itertools.product(ENGINES, CHUNKS, BLOCK_SIZES):
+    for name, (chunk, block_size) in itertools.product(ENGINES, SIZES):
         label = f"{name}-chunk{chunk}-block{block_size}"
         where = f"{name}, chunks of {chunk} tokens, blocks of {block_size}"
         exact = functools.partial(_exactness, name, chunk, block_size)
