@@ -322,6 +322,20 @@ async def test_a_ticket_of_another_request_is_refused() -> None:
         assert caught.value.param == "ticket.request_id"
 
 
+@pytest.mark.parametrize("wrong", [{"end_token": 41}, {"end_token": 39}, {"ticket_bits": 0}])
+async def test_a_ticket_for_another_prompt_is_refused(wrong: dict[str, int]) -> None:
+    """Before anything is computed: its KV would be too much, too little, or no one's."""
+    async with running("prefill") as p, running("decode") as d, d.caller.stream():
+        ticket = await d.caller.reserve(request("a", length=40))
+        assert ticket is not None
+        [target] = ticket.targets
+        spoilt = ticket.__class__(**{**_fields(ticket), "targets": (target.__class__(**{**_fields(target), **wrong}),)})
+        with pytest.raises(InvalidRequest) as caught:
+            await p.caller.prefill_all(request("a", length=40), spoilt)
+        assert caught.value.param == "ticket.targets"
+        assert p.engine.stats.prompt_tokens == 0
+
+
 async def test_holds_need_the_hooks() -> None:
     async with running("decode", test_hooks=False) as pod:
         with pytest.raises(Unsupported):

@@ -48,11 +48,18 @@ def _check_resumed(resumed: ResumedChoice, request: EngineRequest, info: EngineI
 
 
 def check_ticket(ticket: Ticket, request: EngineRequest) -> None:
-    """Raises InvalidRequest where the ticket is another request's, or names no place."""
+    """Raises InvalidRequest where the ticket is another request's, or names no place for all of its KV."""
     if ticket.request_id != request.request_id:
         raise InvalidRequest(f"the ticket is for {ticket.request_id}, not {request.request_id}", "ticket.request_id")
     if not ticket.targets:
         raise InvalidRequest("the ticket names no target", "ticket.targets")
+    num_tokens = len(request.prompt_token_ids)
+    for target in ticket.targets:
+        if target.end_token != num_tokens or not target.ticket_bits:
+            raise InvalidRequest(
+                f"the ticket is for tokens {target.first_token} to {target.end_token} of a prompt of {num_tokens}",
+                "ticket.targets",
+            )
 
 
 def _check_tokens(name: str, tokens: tuple[int, ...], vocab_size: int) -> None:
