@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def _ms(value: float | None) -> str:
 def machine() -> dict[str, object]:
     return {
         "cpu": _cpu(Path("/proc/cpuinfo").read_text().splitlines()),
+        "instructions": _instructions(Path("/proc/cpuinfo").read_text()),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
@@ -96,8 +98,28 @@ def _cpu(lines: Iterable[str]) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def _instructions(cpuinfo: str) -> str:
+    """The widest set for matrices: what a figure depends on more than on the name."""
+    known = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+    return next((name for name in known if f" {name} " in cpuinfo.replace("\n", " ")), "")
+
+
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
+
+
+def commit() -> str:
+    """Of the working tree, with a mark where tracked files (reports aside) differ from it."""
+    head = _git("rev-parse", "HEAD")
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    return f"{head} with changes" if changes else head
+
+
+def _git(*arguments: str) -> str:
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -15,7 +15,7 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from benchmarks.report import Figures, figures, machine, median, table
+from benchmarks.report import Figures, commit, figures, machine, median, table
 from benchmarks.subjects import STACKS, Subject, local, stack, vllm_cpu
 from benchmarks.workload import Shape, make_workload
 from kvrelay.cli.model import DEFAULT_DIR
@@ -98,6 +98,7 @@ def _save(args: argparse.Namespace, runs: dict[str, list[Figures]]) -> None:
     names += ["prefill_threads", "decode_threads"]
     result = {
         "machine": machine(),
+        "commit": commit(),
         "options": {name: getattr(args, name) for name in names},
         "subjects": {name: {"median": median(each), "rounds": each} for name, each in runs.items()},
     }

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from benchmarks.report import commit, machine
 from benchmarks.soak import exactness, faults, idle, memory, payload, report, seeded
 from benchmarks.soak.case import Case, Plan
 from benchmarks.soak.report import Report, Result
@@ -35,7 +36,7 @@ def arguments() -> argparse.Namespace:
         "--only", action="append", default=[], metavar="CASE", help="a name or pattern; more than once: any"
     )
     parser.add_argument("--resume", action="store_true", help="leave out what the report says has passed")
-    parser.add_argument("--out", type=Path, default=report.default_path(), help="the report [%(default)s]")
+    parser.add_argument("--out", type=Path, default=report.DEFAULT_PATH, help="the report [%(default)s]")
     parser.add_argument("--model", type=Path, default=DEFAULT_DIR, help="[%(default)s]")
     parser.add_argument("--threads", type=int, default=0, help="of each engine [the cores, split between the pods]")
     parser.add_argument("--requests", type=int, default=Plan.requests, help="of the memory case [%(default)s]")
@@ -60,7 +61,7 @@ def run(case: Case, plan: Plan) -> Result:
     options = {name: getattr(plan, name) for name in ("threads", "requests", "repeats", "prompts")}
     figures: dict[str, object] = {}
     error = ""
-    at, commit, started = report.now(), report.commit(), time.monotonic()
+    at, head, started = report.now(), commit(), time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
             figures = dict(case.run(replace(plan, scratch=Path(scratch))))
@@ -71,7 +72,8 @@ def run(case: Case, plan: Plan) -> Result:
         passed=not error,
         seconds=round(time.monotonic() - started, 1),
         at=at,
-        commit=commit,
+        commit=head,
+        machine=machine(),
         options=options,
         figures=figures,
         error=error,
