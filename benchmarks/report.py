@@ -26,6 +26,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_ms: float | None
     itl_p50_ms: float | None
     itl_p99_ms: float | None
+    serving_cpu_ms: float | None
+    """Of the processor for each output token, beside the engines."""
     seconds: float
     requests: int
 
@@ -33,12 +35,15 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 def figures(measured: Measured) -> Figures:
     gaps = [1000 * gap for record in measured.records for gap in record.gaps]
     ttfts = [1000 * record.ttft for record in measured.records] if gaps else []
+    tokens = sum(record.tokens for record in measured.records)
+    cpu = measured.serving_cpu_seconds
     return Figures(
-        output_tokens_per_second=sum(record.tokens for record in measured.records) / measured.seconds,
+        output_tokens_per_second=tokens / measured.seconds,
         ttft_p50_ms=percentile(ttfts, 0.5),
         ttft_p99_ms=percentile(ttfts, 0.99),
         itl_p50_ms=percentile(gaps, 0.5),
         itl_p99_ms=percentile(gaps, 0.99),
+        serving_cpu_ms=None if cpu is None else 1000 * cpu / tokens,
         seconds=measured.seconds,
         requests=len(measured.records),
     )
@@ -66,16 +71,16 @@ def _median(values: list[float]) -> float | None:
 
 
 def table(runs: Mapping[str, Sequence[Figures]], base: str) -> Table:
-    """One row a subject; throughput as a ratio to `base`'s, the medians of the rounds."""
+    """One row a subject; throughput as a ratio to `base`'s, the medians of the rounds. CPU: see `serving_cpu_ms`."""
     shown = Table(title=f"medians of the rounds, milliseconds; ratio to {base}", box=SIMPLE_HEAD)
-    for heading in ("subject", "tok/s", "ratio", "TTFT p50", "p99", "ITL p50", "p99", "rounds"):
+    for heading in ("subject", "tok/s", "ratio", "TTFT p50", "p99", "ITL p50", "p99", "CPU", "rounds"):
         shown.add_column(heading, no_wrap=True)
     reference = median(runs[base]).output_tokens_per_second
     for name, each in runs.items():
         m = median(each)
         rounds = " ".join(f"{run.output_tokens_per_second:.0f}" for run in each)
         speed = m.output_tokens_per_second
-        times = (m.ttft_p50_ms, m.ttft_p99_ms, m.itl_p50_ms, m.itl_p99_ms)
+        times = (m.ttft_p50_ms, m.ttft_p99_ms, m.itl_p50_ms, m.itl_p99_ms, m.serving_cpu_ms)
         shown.add_row(name, f"{speed:.1f}", f"{speed / reference:.2f}", *map(_ms, times), rounds)
     return shown
 

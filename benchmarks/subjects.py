@@ -19,6 +19,7 @@ from benchmarks.workload import Measured, Workload
 from kvrelay.cli.options import StackOptions
 from kvrelay.cli.ports import free_ports
 from kvrelay.cli.stack import Stack
+from tests.e2e.meters import cpu_seconds, processes
 
 START_SECONDS = 900.0
 SERVED = "smollm2"
@@ -66,9 +67,15 @@ def stack(pods: Pods, threads: Mapping[str, int]) -> Subject:
             pod_options=per_pod,
         )
         with tempfile.TemporaryDirectory() as scratch, Stack(options, Path(scratch)) as running:
-            return _driven(running.url, workload)
+            return _driven(running.url, workload, lambda: _beside_engines(running))
 
     return run
+
+
+def _beside_engines(stack: Stack) -> float:
+    """Processor seconds so far of a stack without its engines, and of the clients, who are in this process."""
+    pids = processes(stack)
+    return time.process_time() + sum(cpu_seconds(pid) for name, pid in pids.items() if not name.endswith(" engine"))
 
 
 def local(name: str) -> Subject:
@@ -112,9 +119,11 @@ def _preloads(python: Path) -> list[str]:
     return [str(path) for path in found]
 
 
-def _driven(url: str, workload: Workload) -> Measured:
+def _driven(url: str, workload: Workload, cpu: Callable[[], float] | None = None) -> Measured:
     asyncio.run(http.drive(url, SERVED, workload, workload.warmup))
-    return asyncio.run(http.drive(url, SERVED, workload, workload.prompts))
+    before = cpu() if cpu is not None else 0.0
+    measured = asyncio.run(http.drive(url, SERVED, workload, workload.prompts))
+    return measured if cpu is None else msgspec.structs.replace(measured, serving_cpu_seconds=cpu() - before)
 
 
 @contextmanager

@@ -38,6 +38,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     records: tuple[Record, ...]
+    serving_cpu_seconds: float | None = None
+    """Of the processor, by router, fronts, Redis and clients: what a stack costs beside its engines."""
 
 
 @dataclass(frozen=True)
