@@ -52,6 +52,6 @@ def running(model_dir: Path, run_dir: Path, **options: object) -> Iterator[Stack
         try:
             yield stack
             assert_whole(stack.pods)
-        except BaseException:
+        except BaseException:  # whatever ends the test: the logs are gone with the folder
             print(stack.logs())
             raise

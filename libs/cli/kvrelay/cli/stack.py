@@ -88,7 +88,7 @@ class Stack:
             try:
                 self._launch()
                 self._await_ready(timeout)
-            except BaseException:
+            except BaseException:  # Ctrl-C as well: no process that was started is left behind
                 self._end()
                 raise
 

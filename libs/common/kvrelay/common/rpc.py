@@ -110,7 +110,7 @@ async def answering(context: "grpc.aio.ServicerContext[A, B]") -> AsyncIterator[
         yield
     except KvrelayError as error:
         await abort(context, error)
-    except Exception:
+    except Exception:  # a fault of ours ends the one call; the server and its other calls go on
         log.exception("a handler failed")
         await abort(context, Internal("internal error"))
 

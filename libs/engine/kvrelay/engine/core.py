@@ -182,7 +182,7 @@ class Engine:
             return self.drain()
         try:
             result = self.run(batch)
-        except BaseException:
+        except BaseException:  # Ctrl-C as well: the step in flight lets go of its blocks
             self.abandon()
             raise
         return self.update(batch, result)

@@ -108,7 +108,7 @@ class TransferPort:
         except (msgspec.MsgspecError, KvrelayError) as error:
             self.counters.handler_errors += 1
             log.warning("a control message was not understood: %s", error)
-        except Exception:
+        except Exception:  # a fault of ours in one message must not end the transport of all others
             self.counters.handler_errors += 1
             log.exception("a control message was not handled")
 

@@ -215,7 +215,9 @@ class Receiver:
         self._counters.transfers_failed += 1
         try:
             ticket.sink.failed(error)
-        except Exception:
+        except (
+            Exception
+        ):  # the sink is the engine's: its fault must not end the receiver, whose ticket is closed already
             self._counters.handler_errors += 1
             log.exception("a sink did not take its failure")
 

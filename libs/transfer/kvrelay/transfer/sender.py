@@ -139,7 +139,7 @@ class PushHandle:
                 buffer = await self._buffer(link, count * row_bytes)
                 try:
                     self._source.read(layer, first, count, buffer[HEADER_BYTES:], dtype)
-                except BaseException:
+                except BaseException:  # a cancellation as well: the buffer and its place are given back
                     self._return(link, buffer)
                     raise
                 header = Header(self.target.group, layer, CODES[dtype], first, count, self.ticket.generation)
@@ -180,7 +180,7 @@ class PushHandle:
         await link.window.acquire()
         try:
             return await self._sender.staging.acquire(HEADER_BYTES + payload_bytes)
-        except BaseException:
+        except BaseException:  # a cancellation as well: the place in the window is given back
             link.window.release()
             raise
 

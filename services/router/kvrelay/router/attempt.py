@@ -289,7 +289,7 @@ class Run:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._interrupted.done():
                 raise self._interrupted.result()
-        except BaseException:
+        except BaseException:  # a cancellation as well: the work ends, and a result that comes too late is let go
             task.add_done_callback(lambda ended: _discard(ended, discard))
             task.cancel()
             raise

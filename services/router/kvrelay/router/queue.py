@@ -69,7 +69,7 @@ class Queue:
                 if not (waiter.placed.done() or was_serving or serving()):
                     raise Unavailable("no pod that could serve this request is alive")
             return waiter.placed.result()
-        except BaseException:
+        except BaseException:  # a cancellation as well: a placement that no one takes is released
             if waiter.placed.done():  # placed in the same turn in which it was cancelled
                 waiter.placed.result().release()
             raise

@@ -52,7 +52,7 @@ class GgufSource:
         tensor = self._tensors[name]
         try:
             values: NDArray[np.float32] = gguf.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # how gguf says that it cannot dequantize this type
             raise BadWeights(f"{name} is quantized as {tensor.tensor_type.name}, which is not supported") from error
         values = values.reshape(self.shape(name))
         heads = next((n for part, n in self._interleaved.items() if part in name), 0)

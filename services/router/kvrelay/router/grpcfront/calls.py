@@ -72,6 +72,6 @@ async def _errors_end(context: Context) -> AsyncGenerator[None, None]:
         yield
     except KvrelayError as error:
         await abort(context, error)
-    except Exception:
+    except Exception:  # a fault of ours ends the one call, in words that tell nothing of the inside
         logger.exception("A call failed")
         await abort(context, Internal("The server had an error while processing your request."))
