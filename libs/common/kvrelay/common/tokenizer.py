@@ -125,7 +125,7 @@ def _load_backend(folder: Path, config: dict[str, Any], named: dict[str, str]) -
         raise ValueError(f"there is no {path}")
     try:
         backend = Backend.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:
+    except Exception as error:  # the library raises no narrower one
         raise ValueError(f"{path} is not a tokenizer: {error}") from error
     backend.no_truncation()
     backend.no_padding()

@@ -168,7 +168,7 @@ class Receiver:
                 self._complete(ticket, link)
         except KvrelayError as error:
             self._fail(ticket, error)
-        except Exception as error:
+        except Exception as error:  # of the sink: it ends this transfer, and no other
             self._counters.handler_errors += 1
             log.exception("a frame could not be written")
             self._fail(ticket, Internal(f"a frame could not be written: {error}"))

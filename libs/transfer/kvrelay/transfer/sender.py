@@ -121,7 +121,7 @@ class PushHandle:
             self._give_up(self._error or Cancelled("the process stops"))
         except KvrelayError as error:
             self._give_up(error)
-        except Exception as error:
+        except Exception as error:  # of the source: it ends this push, and no other
             self._sender.counters.handler_errors += 1
             log.exception("a push failed")
             self._give_up(Internal(f"the push failed: {error}"))

@@ -82,7 +82,7 @@ class Gate:
             await self._app(scope, receive, answer)
         except ClientGone:
             pass
-        except Exception as error:
+        except Exception as error:  # told to the client in the words of the API
             if answer.started:
                 raise  # the server closes the connection: half an answer must not look whole
             await self._fail(answer, known(error))

@@ -144,7 +144,7 @@ async def _stream(
         if options.include_usage:
             await stream.event({**head, "choices": [], "usage": total.shape()})
         await stream.done()
-    except Exception as error:
+    except Exception as error:  # a stream that has begun can only say it in the stream
         if not stream.started:
             raise
         await stream.failed(known(error))
