@@ -25,11 +25,14 @@ from benchmarks.report import commit, machine
 from kvrelay.cli.model import DEFAULT_DIR
 from kvrelay.common.request import SamplingParams
 from kvrelay.engine.attention import cpu as attention
+from kvrelay.engine.attention import gathered
 from kvrelay.engine.batch import Batch, LayerHook, StepResult
 from kvrelay.engine.core import no_hook
 from kvrelay.engine.llm import LLM
-from kvrelay.engine.models import decoder, layers
+from kvrelay.engine.models import layers
 from kvrelay.engine.runner import ModelRunner
+from kvrelay.kernels.cpu.ops import CompiledOps
+from kvrelay.kernels.reference import ReferenceOps
 
 
 class Clock:
@@ -55,16 +58,17 @@ class Clock:
         setattr(owner, name, timed)
 
 
+OPS = (ReferenceOps, CompiledOps)
 PARTS: list[tuple[Any, str, str]] = [
     (ModelRunner, "_prepare", "input buffers"),
     (attention.CpuAttention, "prepare", "attention metadata"),
-    (layers.RmsNorm, "__call__", "norms"),
-    (decoder, "rotate", "rotary embedding"),
+    *((ops, "add_norm", "norms") for ops in OPS),
+    *((ops, "rotate", "rotary embedding") for ops in OPS),
+    *((ops, "silu_gate", "gate") for ops in OPS),
     (layers.Linear, "__call__", "linear, plain"),
     (layers.PackedLinear, "__call__", "linear, packed"),
-    (decoder, "silu_gate", "gate"),
     (attention.CpuStep, "attend", "attention"),
-    (attention.Gathering, "__call__", "attention: gather"),
+    (gathered.Gathering, "__call__", "attention: gather"),
     (functional, "scaled_dot_product_attention", "attention: attend"),
     (ModelRunner, "_sample", "output layer and sampling"),
 ]

@@ -1,5 +1,8 @@
 """The CPU backend against attention written out, over mixed batches; the KV cache's rows and conversions."""
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ import torch
 from kvrelay.common.errors import IncompatibleLayout, Unsupported
 from kvrelay.common.ids import Fingerprint
 from kvrelay.common.layout import KvDtype
-from kvrelay.engine.attention import cpu
+from kvrelay.engine.attention import cpu, gathered
 from kvrelay.engine.attention.base import AttentionBatch
 from kvrelay.engine.attention.registry import choose
 from kvrelay.engine.cache import TORCH_DTYPES, KvCache, kv_dtype_of
@@ -70,7 +73,7 @@ class Batch:
     def slots(self, index: int, first: int, count: int) -> torch.Tensor:
         return torch.from_numpy(self.kv.slots(self.blocks[index], first, count))
 
-    def run(self, layer: int, padding: int = 0) -> torch.Tensor:
+    def run(self, layer: int, padding: int = 0, attention: str = "auto") -> torch.Tensor:
         for i, (before, _) in enumerate(self.parts):
             self.kv.write(
                 layer, self.slots(i, 0, before), *(x[i][:before].to(self.kv.data.dtype) for x in (self.k, self.v))
@@ -94,7 +97,8 @@ class Batch:
                 ]
             )
 
-        backend, _ = choose(EngineConfig(model="none"), torch.float32)  # type: ignore[arg-type]
+        config = EngineConfig(model=Path("none"), attention=attention)
+        backend, _ = choose(config, MODEL, torch.float32, self.kv.data.dtype)
         return backend.prepare(batch, self.kv).attend(layer, now(self.q), now(self.k), now(self.v), self.kv)
 
     def expected(self) -> torch.Tensor:
@@ -114,11 +118,15 @@ MIXES = {
 }
 
 
+BACKENDS = ["paged-cpu", "torch-cpu"]
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("name", MIXES)
-def test_equals_plain_attention(name: str, block_size: int) -> None:
+def test_equals_plain_attention(name: str, block_size: int, attention: str) -> None:
     batch = Batch(cache(block_size), MIXES[name])
-    torch.testing.assert_close(batch.run(1), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch.run(1, attention=attention), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 def test_pieces_of_a_long_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,18 +137,19 @@ def test_pieces_of_a_long_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = cache()
-    monkeypatch.setattr(cpu, "GROUP_BYTES", 64 * kv.token_bytes)
+    monkeypatch.setattr(gathered, "GROUP_BYTES", 64 * kv.token_bytes)
     batch = Batch(kv, [(30, 1), (29, 1), (28, 1), (90, 1), (10, 1)])
-    torch.testing.assert_close(batch.run(0), batch.expected(), rtol=1e-5, atol=1e-5)
-    workspace = cpu._split(np.array([31, 30, 29, 91, 11]), kv)
+    torch.testing.assert_close(batch.run(0, attention="torch-cpu"), batch.expected(), rtol=1e-5, atol=1e-5)
+    workspace = gathered._split(np.array([31, 30, 29, 91, 11]), kv)
     assert [group.tolist() for group in workspace] == [[3], [0, 1], [2, 4]]
 
 
-def test_padding_is_neither_written_nor_computed() -> None:
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_padding_is_neither_written_nor_computed(attention: str) -> None:
     kv = cache()
     batch = Batch(kv, [(20, 1), (0, 9)])
-    plain_out, _ = batch.run(0), kv.data[0].clone()
-    padded = batch.run(0, padding=6)
+    plain_out = batch.run(0, attention=attention)
+    padded = batch.run(0, padding=6, attention=attention)
     torch.testing.assert_close(padded[:10], plain_out)
     assert not padded[10:].any()
     used = {slot for i, part in enumerate(batch.parts) for slot in batch.slots(i, 0, sum(part)).tolist()}
@@ -148,18 +157,33 @@ def test_padding_is_neither_written_nor_computed() -> None:
     assert set(written) == used
 
 
-def test_narrow_kv_is_what_every_step_attends_to() -> None:
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_narrow_kv_is_what_every_step_attends_to(attention: str) -> None:
     """A prompt computed at once and in two parts sees the same rounded keys."""
     whole = Batch(cache(dtype=KvDtype.BFLOAT16), [(0, 40)])
     split = Batch(cache(dtype=KvDtype.BFLOAT16), [(39, 1)])
     split.k, split.v, split.q = whole.k, whole.v, [whole.q[0][-1:]]
-    torch.testing.assert_close(whole.run(0)[-1:], split.run(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        whole.run(0, attention=attention)[-1:], split.run(0, attention=attention), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_unknown_backend() -> None:
-    config = EngineConfig(model="none", attention="flash")  # type: ignore[arg-type]
+    config = EngineConfig(model=Path("none"), attention="flash")
     with pytest.raises(Unsupported, match="torch-cpu"):
-        choose(config, torch.float32)
+        choose(config, MODEL, torch.float32, torch.float32)
+
+
+def test_what_the_compiled_kernel_cannot_do_is_torchs() -> None:
+    odd = dataclasses.replace(MODEL, head_dim=6)
+    backend, reason = choose(EngineConfig(model=Path("none")), odd, torch.float32, torch.float32)
+    assert (backend.name, "heads of 6" in reason) == ("torch-cpu", True)
+    backend, reason = choose(EngineConfig(model=Path("none")), MODEL, torch.float32, torch.float16)
+    assert (backend.name, "float16" in reason) == ("torch-cpu", True)
+    backend, _ = choose(EngineConfig(model=Path("none"), kernels="torch"), MODEL, torch.float32, torch.float32)
+    assert backend.name == "torch-cpu"
+    with pytest.raises(Unsupported, match="heads of 6"):
+        choose(EngineConfig(model=Path("none"), attention="paged-cpu"), odd, torch.float32, torch.float32)
 
 
 class TestCache:

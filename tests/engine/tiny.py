@@ -11,6 +11,7 @@ from kvrelay.common.ids import RequestId
 from kvrelay.common.request import EngineRequest, PositionLogprobs, SamplingParams
 from kvrelay.engine.attention.registry import choose
 from kvrelay.engine.batch import Batch, LayerHook, Sample, Scheduled, StepResult
+from kvrelay.engine.cache import TORCH_DTYPES, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.loader import LoadedModel, load_model
 from kvrelay.engine.runner import ModelRunner
@@ -98,7 +99,8 @@ class Host:
         self.config = EngineConfig(**(defaults | options))
         self.loaded = load_model(self.config, lambda what, done, total: None)
         self.sampler = LogitSampler(self.loaded.vocab_size)
-        backend, _ = choose(self.config, self.loaded.model.dtype)
+        kv_dtype = TORCH_DTYPES[kv_dtype_of(self.config.kv_dtype, self.loaded.dtype)]
+        backend, _ = choose(self.config, self.loaded.model_config, self.loaded.model.dtype, kv_dtype)
         self.runner = ModelRunner(self.loaded, self.config, backend, self.sampler)
         generator = torch.Generator().manual_seed(0)
         self._free: list[int] = torch.randperm(self.runner.kv.num_blocks, generator=generator).tolist()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvrelay.common.layout import KvLayout
 from kvrelay.engine.attention.registry import choose
-from kvrelay.engine.cache import KvCache
+from kvrelay.engine.cache import TORCH_DTYPES, KvCache, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.core import Engine
 from kvrelay.engine.loader import LoadedModel, load_model
@@ -31,7 +31,8 @@ class Built:
 def build(config: EngineConfig, on_progress: OnProgress) -> Built:
     """Raises KvrelayError where the model, the device or an option does not fit."""
     loaded = load_model(config, on_progress)
-    attention, reason = choose(config, loaded.model.dtype)
+    kv_dtype = TORCH_DTYPES[kv_dtype_of(config.kv_dtype, loaded.dtype)]
+    attention, reason = choose(config, loaded.model_config, loaded.model.dtype, kv_dtype)
     log.info("attention: %s", reason)
     sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
     runner = ModelRunner(loaded, config, attention, sampler)

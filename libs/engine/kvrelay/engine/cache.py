@@ -58,9 +58,9 @@ class KvCache:
             .view(TORCH_DTYPES[dtype])
             .view(model.num_layers, 2, self.num_blocks, block_size, model.num_kv_heads, model.head_dim)
         )
-        # Views for attention, made once: a layer's keys and values by slot, and both by block (values after all keys).
-        self._keys = [layer[0].flatten(0, 1) for layer in self.data]
-        self._values = [layer[1].flatten(0, 1) for layer in self.data]
+        # Views for attention, made once: a layer's keys and values by slot, [slots, Hkv, D], and both by block (values after keys).
+        self.keys = [layer[0].flatten(0, 1) for layer in self.data]
+        self.values = [layer[1].flatten(0, 1) for layer in self.data]
         self._blocks = [layer.flatten(0, 1) for layer in self.data]
 
     @property
@@ -70,8 +70,8 @@ class KvCache:
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keys and values [T, Hkv, D], of the cache's dtype, into `slots` int64 [T]."""
-        self._keys[layer].index_copy_(0, slots, k)
-        self._values[layer].index_copy_(0, slots, v)
+        self.keys[layer].index_copy_(0, slots, k)
+        self.values[layer].index_copy_(0, slots, v)
 
     def gather(self, layer: int, indices: torch.Tensor, out: torch.Tensor) -> None:
         """Blocks into `out` [len(indices), block_size, Hkv, D]; block b's keys are index b, its values b + num_blocks."""

@@ -35,6 +35,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     """Of torch on the CPU; 0: all cores of this process."""
     attention: str = "auto"
+    """auto, or a backend's name."""
+    kernels: str = "auto"
+    """auto (compiled ones where they can be had), compiled or torch."""
     load_format: str = "auto"
     """auto (safetensors, else GGUF), safetensors, gguf or dummy (random weights)."""
     frame_bytes: int = 1 << 20

@@ -19,6 +19,7 @@ from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.errors import BadWeights
 from kvrelay.engine.models.registry import CausalModel, find
 from kvrelay.engine.models.weights import Weights
+from kvrelay.kernels.ops import choose_ops
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +52,13 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     weights = Weights(
         checkpoint.source, dtype, arithmetic, lambda done, total: on_progress("loading weights", done, total)
     )
+    try:
+        ops, reason = choose_ops(config.device, arithmetic, config.kernels)
+    except ValueError as error:
+        raise Unsupported(str(error), "kernels") from error
+    log.info("kernels: %s", reason)
     with torch.inference_mode():
-        model = architecture.build(described, weights)
+        model = architecture.build(described, weights, ops)
     identity = fingerprint(
         described,
         checkpoint.files,

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from kvrelay.kernels.ops import Norm
+
 PACK_ROWS = 64
 """The batch that packed weights are laid out for: 16 to 1,024 serve 1 to 256 tokens alike (within a tenth), 1 does not."""
 HEAD_COPY_BYTES = 256 << 20
@@ -55,26 +57,5 @@ def tied_head(embedding: torch.Tensor) -> Linear:
     return linear(embedding) if embedding.nbytes <= HEAD_COPY_BYTES else Linear(embedding)
 
 
-class RmsNorm:
-    """Zhang & Sennrich 2019, in float32, as the reference computes it. Fewer, cheaper operations than torch's own on a CPU."""
-
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight = weight.to(torch.float32)
-        self._eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Along the last dimension of x [..., H]."""
-        wide = x.to(torch.float32)
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
-        return (wide * scale).mul_(self._weight).to(x.dtype)
-
-
-def no_norm(heads: torch.Tensor) -> torch.Tensor:
-    return heads
-
-
-def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, 2 I], gate then up → silu(gate) × up, [T, I]."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+def rms_norm(weight: torch.Tensor, eps: float) -> Norm:
+    return Norm(weight.to(torch.float32).contiguous(), torch.tensor(eps, dtype=torch.float32, device=weight.device))

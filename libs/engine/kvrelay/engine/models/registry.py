@@ -15,6 +15,7 @@ from kvrelay.engine.cache import KvCache
 from kvrelay.engine.models.config import HfConfig, ModelConfig
 from kvrelay.engine.models.errors import UnsupportedModel
 from kvrelay.engine.models.weights import Weights
+from kvrelay.kernels.ops import Ops
 
 
 class CausalModel(Protocol):
@@ -39,7 +40,7 @@ class CausalModel(Protocol):
 class Architecture:
     describe: Callable[[HfConfig], ModelConfig]
     """Reads a configuration. Raises UnsupportedModel."""
-    build: Callable[[ModelConfig, Weights], CausalModel]
+    build: Callable[[ModelConfig, Weights, Ops], CausalModel]
 
 
 _architectures: dict[str, Architecture] = {}

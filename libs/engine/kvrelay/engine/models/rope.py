@@ -107,11 +107,6 @@ class Rope:
         return torch.cat((cos, cos), -1).to(dtype).unsqueeze(1), torch.cat((-sin, sin), -1).to(dtype).unsqueeze(1)
 
 
-def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`heads` [T, H, D] rotated. The sine carries the sign, so that swapping the halves is all that is left."""
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
-
-
 def frequencies(settings: RopeSettings, head_dim: int) -> torch.Tensor:
     """Radians a position, float32 [head_dim / 2]."""
     powers = settings.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)

@@ -79,7 +79,9 @@ class PodSettings(ServiceSettings):
     threads: int = Field(default=0, ge=0)
     """Of torch on the CPU; 0: all cores."""
     attention: str = "auto"
-    """The attention backend."""
+    """The attention backend: auto, paged-cpu or torch-cpu."""
+    kernels: Literal["auto", "compiled", "torch"] = "auto"
+    """On a CPU; auto: compiled by numba where it is there."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     """Of the weights; dummy: random ones."""
     frame_bytes: Size = Field(default=1 << 20, ge=1)

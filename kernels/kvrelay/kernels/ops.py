@@ -1,0 +1,63 @@
+"""What a model computes beside its products: one interface, and which implementation serves a device and a type."""
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from kvrelay.kernels.reference import ReferenceOps
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """Of an RMS norm (Zhang & Sennrich 2019)."""
+
+    weight: torch.Tensor
+    """float32, [H], or [heads, D] for a norm of each head."""
+    eps: torch.Tensor
+    """float32, a scalar."""
+
+
+class Ops(Protocol):
+    """On tensors of one dtype, contiguous unless said otherwise; arithmetic is float32's."""
+
+    name: str
+
+    def add_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+        """Adds `delta` to `hidden` [T, H] in place, if there is one, and gives its norm, [T, H]."""
+        ...
+
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """`heads` [T, heads, D], of which a token's are contiguous, normed each if so asked, and rotated by `cos` and signed
+        `sin` [T, 1, D]. They may be gone afterwards: the result may lie where they were."""
+        ...
+
+    def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 I], gate then up → silu(gate) × up, [T, I]."""
+        ...
+
+
+def choose_ops(device: str, dtype: torch.dtype, option: str = "auto") -> tuple[Ops, str]:
+    """By `option` auto, compiled or torch: the implementation, and the reason in words. Raises ValueError where it cannot be had."""
+    if option not in ("auto", "compiled", "torch"):
+        raise ValueError(f"kernels {option} are not among auto, compiled, torch")
+    if option == "torch":
+        return ReferenceOps(), "torch: asked for"
+    if not device.startswith("cpu"):
+        why = f"there are none for {device}"
+    elif dtype not in (torch.float32, torch.bfloat16):
+        why = f"there are none for {dtype}"
+    else:
+        try:
+            from kvrelay.kernels.cpu.openmp import NoThreads
+            from kvrelay.kernels.cpu.ops import CompiledOps
+        except ImportError as error:
+            why = f"numba is not there ({error})"
+        else:
+            try:
+                return CompiledOps(dtype), "compiled: by numba, on torch's threads"
+            except NoThreads as error:
+                why = str(error)
+    if option == "compiled":
+        raise ValueError(f"compiled kernels: {why}")
+    return ReferenceOps(), f"torch: {why}"

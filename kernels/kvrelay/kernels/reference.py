@@ -1,0 +1,51 @@
+"""The kernels in plain torch: what they are tested against, and what runs where they do not."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from kvrelay.kernels.ops import Norm
+
+
+class ReferenceOps:
+    """See `Ops`."""
+
+    name = "torch"
+
+    def add_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: "Norm") -> torch.Tensor:
+        if delta is not None:
+            hidden.add_(delta)
+        return rms_norm(hidden, norm)
+
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: "Norm | None") -> torch.Tensor:
+        if norm is not None:
+            heads = rms_norm(heads, norm)
+        # The sine carries the sign, so that swapping the halves is all that is left.
+        return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+
+    def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+
+def rms_norm(x: torch.Tensor, norm: "Norm") -> torch.Tensor:
+    """Along the last dimension of x [..., H], in float32. Fewer, cheaper operations than torch's own on a CPU."""
+    wide = x.to(torch.float32)
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.addcmul(norm.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+    return (wide * scale).mul_(norm.weight).to(x.dtype)
+
+
+def paged_decode(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_tables: torch.Tensor, lens: torch.Tensor
+) -> torch.Tensor:
+    """`q` [S, Hq, D], one token a sequence, on the first `lens` [S] tokens of its blocks. Cached `keys` and `values` [blocks, block
+    size, Hkv, D]; `block_tables` [S, …]."""
+    out = torch.empty_like(q)
+    for row, (table, length) in enumerate(zip(block_tables.tolist(), lens.tolist(), strict=True)):
+        blocks = table[: -(-length // keys.shape[1])]
+        k, v = (side[blocks].flatten(0, 1)[:length].transpose(0, 1).to(q.dtype) for side in (keys, values))
+        out[row] = F.scaled_dot_product_attention(q[row, :, None], k, v, enable_gqa=True)[:, 0]
+    return out
