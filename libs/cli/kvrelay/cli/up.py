@@ -54,7 +54,9 @@ def add_stack_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--both", type=int, default=0, help="pods that do both [%(default)s]")
     parser.add_argument("--no-kvstore", action="store_true", help="no kvstore beside the pods (there is none yet)")
     parser.add_argument("--engine", default="process", help="process, or fake: no model, for tests [%(default)s]")
-    parser.add_argument("--threads", type=int, default=0, help="of each pod's engine [cores / pods]")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of each pod's engine [decode pods share all cores, prefill pods half]"
+    )
     for name, text in ENGINE_OPTIONS.items():
         parser.add_argument(f"--{name}", metavar="VALUE", help=text)
     parser.add_argument("--test-hooks", action="store_true", help="pods accept hold points")
