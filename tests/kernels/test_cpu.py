@@ -1,6 +1,9 @@
 """The compiled kernels against their twins in plain torch, and against float64 where a twin rounds as they do."""
 
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -221,6 +224,32 @@ def test_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.name, reason) == ("torch", "torch: torch brought no GNU OpenMP into this process")
     with pytest.raises(ValueError, match="no GNU OpenMP"):
         kernel_ops.choose_ops("cpu", torch.float32, "compiled")
+
+
+CHOOSE = """
+import sys
+{before}
+import torch
+from kvrelay.kernels.ops import choose_ops, Norm
+ops, reason = choose_ops("cpu", torch.float32)
+x = torch.full((1, 4), 3.0)
+print(reason, ops.add_norm(x, None, Norm(torch.ones(4), torch.tensor(0.0))).tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "environment", "expected"),
+    [
+        ("", {"NUMBA_CACHE_DIR": "/proc/none"}, "compiled: by numba, on torch's threads"),
+        ("sys.modules['numba'] = None", {}, "torch: numba is not there"),
+    ],
+    ids=["nowhere to keep kernels", "no numba"],
+)
+def test_a_process_with_less(before: str, environment: dict[str, str], expected: str) -> None:
+    line = [sys.executable, "-c", CHOOSE.format(before=before)]
+    done = subprocess.run(line, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(expected)
+    assert done.stdout.endswith("[[1.0, 1.0, 1.0, 1.0]]\n")
 
 
 def test_rms_norm_is_the_reference_s() -> None:
