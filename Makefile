@@ -22,12 +22,14 @@ unexport PROMPT
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
 
-$(STAMP): pyproject.toml requirements.lock
+# A torch for CUDA 13 brings libraries that UCX for CUDA 12 does not take, and goes with another build of UCX.
+$(STAMP): pyproject.toml requirements.lock requirements-ucx.lock requirements-ucx-cu13.lock
 	@echo "setting up $(VENV): some minutes, once"
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet pip==26.3
 	$(PIP) install --progress-bar on '$(TORCH)'
-	$(PIP) install --progress-bar on --constraint requirements.lock --editable '.[dev]'
+	ucx=$$($(BIN)/python -c 'from torch.version import cuda; print("ucx-cu13" if (cuda or "").startswith("13.") else "ucx")'); \
+	$(PIP) install --progress-bar on --constraint requirements.lock --constraint "requirements-$$ucx.lock" --editable ".[dev,$$ucx]"
 	@touch $@
 
 $(MODEL): | $(STAMP)
