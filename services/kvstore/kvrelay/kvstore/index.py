@@ -1,0 +1,122 @@
+"""The index in Redis: where each block of the cluster lies.
+
+    kvrelay:CLUSTER:kv:{HEAD}ID        locations (`Location`), 40 bytes each, with a time to live; HEAD in hexadecimal, ID as it is
+    kvrelay:CLUSTER:kv:mark            random; when it is gone or another, Redis has lost its memory
+
+Blocks of a segment share what is in braces, and so a slot of a Redis Cluster. Entries live `TTL_SECONDS` and are said again in time
+(`Announcer`), so that what a dead node has left does not stay: memory is bounded by what living nodes hold, a little more.
+Redis may be away, empty or slow at any time: a look-up then finds nothing, within COMMAND_SECONDS.
+"""
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, cast
+
+import redis.asyncio as aioredis
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from kvrelay.common.ids import BlockId
+from kvrelay.kvstore.location import MAX_LOCATIONS, RECORD_BYTES, Location, unpack
+from kvrelay.kvstore.segments import heads
+
+log = logging.getLogger(__name__)
+
+COMMAND_SECONDS = 1.0
+TTL_SECONDS = 3600
+
+Entry = tuple[BlockId, BlockId]
+"""Head of the segment, and block."""
+
+# KEYS: blocks of one segment; ARGV: time to live, then a location (or an empty string: withdrawn) for each, and the node last.
+_UPDATE = f"""
+local node = ARGV[#ARGV]
+for i, key in ipairs(KEYS) do
+  local old, new = redis.call('GET', key) or '', {{}}
+  for at = 1, #old - {RECORD_BYTES} + 1, {RECORD_BYTES} do
+    if string.sub(old, at, at + 7) ~= node then new[#new + 1] = string.sub(old, at, at + {RECORD_BYTES} - 1) end
+  end
+  if ARGV[i + 1] ~= '' then
+    if #new >= {MAX_LOCATIONS} then table.remove(new, 1) end
+    new[#new + 1] = ARGV[i + 1]
+  end
+  if #new == 0 then redis.call('DEL', key)
+  else redis.call('SET', key, table.concat(new), 'EX', ARGV[1]) end
+end
+return #KEYS
+"""
+
+
+class Index:
+    """Raises RedisError or OSError for a Redis that does not answer; `find` does not."""
+
+    def __init__(self, url: str, cluster: str, *, sharded: bool = False) -> None:
+        """`sharded`: the URL is of a Redis Cluster. Connects at the first command."""
+        options: dict[str, Any] = {
+            "socket_timeout": COMMAND_SECONDS,
+            "socket_connect_timeout": COMMAND_SECONDS,
+            "protocol": 2,
+        }
+        self._redis: aioredis.Redis | RedisCluster
+        if sharded:
+            self._redis = RedisCluster.from_url(url, **options)
+        else:
+            self._redis = aioredis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
+        self._sharded = sharded
+        self._prefix = f"kvrelay:{cluster}:kv:".encode()
+        self._update = self._redis.register_script(_UPDATE)
+        self.failures = 0
+        """Look-ups that Redis did not answer."""
+
+    def key(self, head: BlockId, block_id: BlockId) -> bytes:
+        return self._prefix + b"{" + head.hex().encode() + b"}" + block_id
+
+    async def find(self, ids: Sequence[BlockId]) -> list[list[Location]]:
+        """The locations of each block of a chain from its first on, up to the first block that has none. One round trip."""
+        keys = [self.key(head, block_id) for head, block_id in zip(heads(ids), ids, strict=True)]
+        try:
+            values = await self._values(keys)
+        except (RedisError, OSError) as error:
+            self.failures += 1
+            log.warning("the index does not answer: %s", error)
+            return []
+        found = []
+        for value in values:
+            locations = unpack(value or b"")
+            if not locations:
+                break
+            found.append(locations)
+        return found
+
+    async def _values(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        if not keys:
+            return []
+        if not self._sharded:
+            return cast("list[bytes | None]", await self._redis.mget(keys))
+        pipeline = self._redis.pipeline()
+        for _, segment in groupby(keys, key=lambda key: key.partition(b"}")[0]):
+            pipeline.mget(list(segment))
+        return [value for part in await pipeline.execute() for value in part]
+
+    async def update(self, node: int, changes: Mapping[Entry, Location | None]) -> None:
+        """Says where (head, block) lies now on the node: one location, or none any more. Others' locations stay."""
+        by_head: dict[BlockId, list[tuple[BlockId, Location | None]]] = {}
+        for (head, block_id), location in changes.items():
+            by_head.setdefault(head, []).append((block_id, location))
+        for head, blocks in by_head.items():
+            keys = [self.key(head, block_id) for block_id, _ in blocks]
+            packed = [b"" if location is None else location.pack() for _, location in blocks]
+            await self._update(keys=keys, args=[TTL_SECONDS, *packed, node.to_bytes(8, "little")])
+
+    async def mark(self) -> bytes:
+        """What Redis remembers until it loses its memory; another one, or a new one, means that all must be said again."""
+        new = secrets.token_bytes(8)
+        known = await self._redis.set(self._prefix + b"mark", new, nx=True, get=True)
+        return cast("bytes", known) if known else new
+
+    async def close(self) -> None:
+        await self._redis.aclose()

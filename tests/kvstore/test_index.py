@@ -1,0 +1,270 @@
+"""The index on a real Valkey: prefixes are found in one round trip, and what Redis forgets is said again."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.exceptions import RedisError
+
+from kvrelay.common.blocks import SPAN, BlockHasher
+from kvrelay.common.discovery import RetryPolicy
+from kvrelay.common.ids import BlockId, Epoch, Fingerprint, new_epoch
+from kvrelay.common.layout import KvDtype
+from kvrelay.kvstore import announcer as announcing
+from kvrelay.kvstore.announcer import Announcer
+from kvrelay.kvstore.block import BlockInfo
+from kvrelay.kvstore.index import Index
+from kvrelay.kvstore.location import MAX_LOCATIONS, Location, node_key, unpack
+from kvrelay.kvstore.segments import SEGMENT_BLOCKS, heads
+from tests.fixtures_redis import RedisServer
+
+pytestmark = pytest.mark.integration
+
+QUICK = RetryPolicy(initial_seconds=0.02, maximum_seconds=0.1)
+
+
+def chain(length: int, first: int = 0) -> list[BlockId]:
+    ids: list[BlockId] = []
+    BlockHasher(Fingerprint("model")).extend(ids, range(first, first + length * SPAN))
+    return ids
+
+
+def infos(ids: list[BlockId], size: int = 1000) -> list[BlockInfo]:
+    return [
+        BlockInfo(
+            id=block_id,
+            head=head,
+            fingerprint=Fingerprint("model"),
+            shape="00" * 8,
+            dtype=KvDtype.BFLOAT16,
+            size=size,
+            checksum=2**64 - 1,
+        )
+        for block_id, head in zip(ids, heads(ids), strict=True)
+    ]
+
+
+def location(node: str = "n0", epoch: Epoch = Epoch("0123456789abcdef"), tier: str = "cpu") -> Location:
+    return Location(
+        node=node_key(node),
+        epoch=epoch,
+        tier=tier,
+        dtype=KvDtype.BFLOAT16,
+        encoding="exact",
+        size=368_640,
+        shape="0011223344556677",
+        checksum=12345678901234567890,
+    )
+
+
+class Holder:
+    def __init__(self, blocks: Iterable[BlockInfo] = ()) -> None:
+        self.blocks = {info.id: (info, "cpu") for info in blocks}
+
+    def ids(self) -> Iterable[BlockId]:
+        return self.blocks.keys()
+
+    def find(self, block_id: BlockId) -> tuple[BlockInfo, str] | None:
+        return self.blocks.get(block_id)
+
+
+@asynccontextmanager
+async def opened(server: RedisServer) -> AsyncIterator[Index]:
+    index = Index(server.url, "test")
+    try:
+        yield index
+    finally:
+        await index.close()
+
+
+async def until(holds: Callable[[], "asyncio.Future[bool] | object"]) -> None:
+    """Asks again until it holds, for ten seconds at most."""
+    async with asyncio.timeout(10):
+        while not await holds():  # type: ignore[misc]
+            await asyncio.sleep(0.01)
+
+
+def test_a_location_survives_its_encoding() -> None:
+    one, two = location(), location("n1", tier="file")
+    assert unpack(one.pack() + two.pack()) == [one, two]
+    assert unpack(one.pack()[:-1]) == []
+    assert unpack(b"\xff" * 40) == []
+
+
+async def test_the_longest_prefix_is_found(redis_server: RedisServer) -> None:
+    ids = chain(200)
+    where = location()
+    async with opened(redis_server) as index:
+        assert await index.find(ids) == []
+        stored = dict.fromkeys(zip(heads(ids), ids, strict=True), where)
+        del stored[heads(ids)[150], ids[150]]
+        await index.update(where.node, stored)
+        assert await index.find(ids) == [[where]] * 150
+        assert await index.find(ids[:10]) == [[where]] * 10
+        assert await index.find([]) == []
+        assert await index.find(chain(5, first=7)) == []
+        before = int(
+            redis_server.command("INFO", "commandstats").decode().partition("cmdstat_mget:calls=")[2].partition(",")[0]
+        )
+        await index.find(ids)
+        after = int(
+            redis_server.command("INFO", "commandstats").decode().partition("cmdstat_mget:calls=")[2].partition(",")[0]
+        )
+        assert after == before + 1
+
+
+async def test_several_nodes_have_a_block(redis_server: RedisServer) -> None:
+    ids = chain(1)
+    entry = (ids[0], ids[0])
+    a, b, moved = location("a"), location("b"), location("a", tier="file")
+    async with opened(redis_server) as index:
+        for where in (a, b):
+            await index.update(where.node, {entry: where})
+        assert await index.find(ids) == [[a, b]]
+        await index.update(a.node, {entry: moved})
+        assert await index.find(ids) == [[b, moved]]
+        restarted = location("b", epoch=new_epoch())
+        await index.update(b.node, {entry: restarted})
+        assert await index.find(ids) == [[moved, restarted]]
+        await index.update(a.node, {entry: None})
+        await index.update(b.node, {entry: None})
+        assert await index.find(ids) == []
+        assert redis_server.command("DBSIZE") == b":0\r\n"
+
+
+async def test_locations_of_a_block_are_bounded(redis_server: RedisServer) -> None:
+    ids = chain(1)
+    async with opened(redis_server) as index:
+        for number in range(MAX_LOCATIONS + 3):
+            where = location(f"n{number}")
+            await index.update(where.node, {(ids[0], ids[0]): where})
+        found = (await index.find(ids))[0]
+    assert [where.node for where in found] == [node_key(f"n{number}") for number in range(3, MAX_LOCATIONS + 3)]
+
+
+async def test_entries_run_out(redis_server: RedisServer) -> None:
+    ids = chain(1)
+    async with opened(redis_server) as index:
+        await index.update(1, {(ids[0], ids[0]): location()})
+        ttl = await index._redis.ttl(index.key(ids[0], ids[0]))
+    assert 3500 < ttl <= 3600
+
+
+def test_a_segment_has_one_hash_slot() -> None:
+    ids = chain(SEGMENT_BLOCKS * 2 + 1)
+    index = Index("redis://127.0.0.1:1/0", "c")
+    tags = [index.key(head, i).partition(b"{")[2].partition(b"}")[0] for head, i in zip(heads(ids), ids, strict=True)]
+    assert [len(set(tags[:64])), len(set(tags[64:128])), len(set(tags))] == [1, 1, 3]
+
+
+async def test_an_unreachable_redis_is_a_miss(redis_server: RedisServer) -> None:
+    async with opened(redis_server) as index:
+        redis_server.kill()
+        assert await index.find(chain(3)) == []
+        assert index.failures == 1
+        with pytest.raises((RedisError, OSError)):
+            await index.update(1, {(chain(1)[0], chain(1)[0]): location()})
+
+
+async def test_a_stopped_redis_is_a_miss_in_time(redis_server: RedisServer) -> None:
+    async with opened(redis_server) as index:
+        assert await index.find(chain(3)) == []
+        redis_server.send_signal(signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(3):
+                assert await index.find(chain(3)) == []
+        finally:
+            redis_server.send_signal(signal.SIGCONT)
+
+
+class TestAnnouncer:
+    async def test_changes_reach_the_index(self, redis_server: RedisServer) -> None:
+        ids, holder = chain(3), Holder()
+        async with opened(redis_server) as index:
+            announcer = Announcer(index, 7, new_epoch(), holder, QUICK)
+            announcer.start()
+            for info in infos(ids):
+                announcer.stored(info, "cpu")
+            await until(lambda: self._tiers(index, ids, ["cpu"] * 3))
+            announcer.stored(infos(ids)[1], "file")
+            announcer.removed(infos(ids)[2])
+            await until(lambda: self._tiers(index, ids, ["cpu", "file"]))
+            assert announcer.backlog == 0
+            await announcer.stop()
+
+    @pytest.mark.parametrize("how", ["flush", "restart"])
+    async def test_what_redis_forgot_is_said_again(self, redis_server: RedisServer, how: str) -> None:
+        ids = chain(1300)  # several batches
+        holder = Holder(infos(ids))
+        async with opened(redis_server) as index:
+            announcer = Announcer(index, 7, new_epoch(), holder, QUICK)
+            announcer.start()
+            await until(lambda: self._tiers(index, ids, ["cpu"] * 1300))
+            if how == "flush":
+                redis_server.command("FLUSHALL")
+            else:
+                redis_server.kill()
+                announcer.removed(infos(ids)[1299])
+                del holder.blocks[ids[1299]]
+                redis_server.start()
+            left = len(holder.blocks)
+            await until(lambda: self._tiers(index, ids, ["cpu"] * left))
+            await announcer.stop()
+
+    async def test_what_has_gone_meanwhile_is_not_said_again(self, redis_server: RedisServer) -> None:
+        """Blocks leave while a long snapshot is being said."""
+        ids = chain(2000)
+        holder = Holder(infos(ids))
+        async with opened(redis_server) as index:
+            announcer = Announcer(index, 7, new_epoch(), holder, QUICK)
+            announcer.start()
+            await until(lambda: self._tiers(index, ids[:512], ["cpu"] * 512))
+            for info in infos(ids)[1000:]:
+                del holder.blocks[info.id]
+                announcer.removed(info)
+            await until(lambda: self._tiers(index, ids, ["cpu"] * 1000))
+            await until(self._done(announcer))
+            assert await self._tiers(index, ids, ["cpu"] * 1000)
+            assert redis_server.command("DBSIZE") == b":1001\r\n"  # and the mark
+            await announcer.stop()
+
+    async def test_entries_are_refreshed(self, redis_server: RedisServer) -> None:
+        ids = chain(1)
+        async with opened(redis_server) as index:
+            announcer = Announcer(index, 7, new_epoch(), Holder(infos(ids)), QUICK, refresh_seconds=0.05)
+            announcer.start()
+            await until(lambda: self._tiers(index, ids, ["cpu"]))
+            await index._redis.expire(index.key(ids[0], ids[0]), 1000)
+
+            async def renewed() -> bool:
+                return int(await index._redis.ttl(index.key(ids[0], ids[0]))) > 1000
+
+            await until(renewed)
+            await announcer.stop()
+
+    async def test_too_much_to_remember(self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(announcing, "MAX_PENDING", 10)
+        ids = chain(50)
+        holder = Holder()
+        async with opened(redis_server) as index:
+            announcer = Announcer(index, 7, new_epoch(), holder, QUICK)
+            redis_server.kill()
+            announcer.start()
+            for info in infos(ids):
+                holder.blocks[info.id] = (info, "cpu")
+                announcer.stored(info, "cpu")
+            assert announcer.backlog == 10
+            redis_server.start()
+            await until(lambda: self._tiers(index, ids, ["cpu"] * 50))
+            await announcer.stop()
+
+    def _done(self, announcer: Announcer) -> Callable[[], object]:
+        async def done() -> bool:
+            return announcer.backlog == 0 and announcer._repeat is None
+
+        return done
+
+    async def _tiers(self, index: Index, ids: list[BlockId], tiers: list[str]) -> bool:
+        return [found[0].tier for found in await index.find(ids)] == tiers
