@@ -46,10 +46,10 @@ def infos(ids: list[BlockId], size: int = 1000) -> list[BlockInfo]:
     ]
 
 
-def location(node: str = "n0", epoch: Epoch = Epoch("0123456789abcdef"), tier: str = "cpu") -> Location:
+def location(node: str = "n0", epoch: str = "0123456789abcdef", tier: str = "cpu") -> Location:
     return Location(
         node=node_key(node),
-        epoch=epoch,
+        epoch=Epoch(epoch),
         tier=tier,
         dtype=KvDtype.BFLOAT16,
         encoding="exact",

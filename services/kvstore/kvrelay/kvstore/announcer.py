@@ -24,6 +24,7 @@ MAX_PENDING = 1 << 20
 """Changes that are remembered while Redis is away; beyond them everything is said again."""
 CHECK_SECONDS = 1.0
 REFRESH_SECONDS = TTL_SECONDS / 2
+RETRY = RetryPolicy()
 
 
 class Holdings(Protocol):
@@ -45,7 +46,7 @@ class Announcer:
         node: int,
         epoch: Epoch,
         holdings: Holdings,
-        retry: RetryPolicy = RetryPolicy(),
+        retry: RetryPolicy = RETRY,
         refresh_seconds: float = REFRESH_SECONDS,
     ) -> None:
         self._index = index
