@@ -24,6 +24,9 @@ pytestmark = pytest.mark.unit
         ({"decode": 11}, "free ports"),
         ({"engine": "real"}, "engine"),
         ({"threads": -1}, "threads"),
+        ({"http_port": 99999}, "http_port must be between 1 and 65535"),
+        ({"grpc_port": 0}, "grpc_port must be between 1 and 65535"),
+        ({"http_port": 9000}, "both 9000"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:

@@ -252,6 +252,38 @@ def test_a_process_with_less(before: str, environment: dict[str, str], expected:
     assert done.stdout.endswith("[[1.0, 1.0, 1.0, 1.0]]\n")
 
 
+RESULTS = """
+import hashlib, sys
+import numpy as np, torch
+from kvrelay.kernels.ops import Norm
+from kvrelay.kernels.cpu.ops import CompiledOps, DecodeKernel
+for dtype in map(torch.__dict__.get, sys.argv[1:]):
+    torch.manual_seed(0)
+    rand = lambda *shape: torch.randn(shape).to(dtype)
+    ops, norm = CompiledOps(dtype), Norm(torch.rand(576), torch.tensor(1e-5))
+    x = [ops.add_norm(rand(200, 576), rand(200, 576), norm), ops.silu_gate(rand(200, 3072))]
+    x.append(ops.rotate(rand(200, 12, 64), rand(200, 1, 64), rand(200, 1, 64), Norm(torch.rand(12, 64), torch.tensor(1e-5))))
+    step = DecodeKernel(9, 3, 64, dtype, dtype).prepare(np.arange(100, dtype=np.int32).reshape(2, 50), np.array([40, 700]), 16)
+    x.append(step(rand(2, 9, 64), rand(2, 3, 64), rand(2, 3, 64), rand(1600, 3, 64), rand(1600, 3, 64)))
+    print(dtype, [hashlib.md5(y.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for y in x])
+"""
+
+
+def test_results_are_the_same_compiled_anew_and_from_the_cache(tmp_path: Path) -> None:
+    """To the bit, and in whatever order kernels are compiled: else a restarted pod would answer otherwise."""
+
+    def run(cache: Path, *dtypes: str) -> list[str]:
+        line = [sys.executable, "-c", RESULTS, *dtypes]
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+        return sorted(done.stdout.splitlines())
+
+    anew = run(tmp_path / "a", "float32", "bfloat16")
+    assert len(anew) == 2
+    assert run(tmp_path / "a", "float32", "bfloat16") == anew
+    assert run(tmp_path / "b", "bfloat16", "float32") == anew
+
+
 def test_rms_norm_is_the_reference_s() -> None:
     x, weight = torch.randn(5, 64), norm(64)
     expected = torch.nn.functional.rms_norm(x.double(), (64,), weight.weight.double(), 1e-5)

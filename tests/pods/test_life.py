@@ -114,6 +114,8 @@ async def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
         wanted = request("a", max_tokens=30)
         await pod.caller.hold("decode")
         await pod.caller.reserve(wanted, local=True)
+        assert (await _get(f"{pod.web}/drain"))[0] == 405
+        assert (await _get(f"{pod.web}/readyz"))[0] == 200
         status, _ = await _get(f"{pod.web}/drain", "POST")
         assert status == 200
         serving = asyncio.create_task(pod.pod.serve())

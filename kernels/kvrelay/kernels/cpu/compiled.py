@@ -101,7 +101,7 @@ def _nearest_half(b: Any, number: Any) -> Any:
     return b.trunc(b.lshr(kept, _INT32(16)), _INT16)
 
 
-@njit(fastmath={"contract"}, error_model="numpy")
+@njit(fastmath={"contract"}, error_model="numpy", forceinline=True)
 def exp(x: Any) -> Any:
     """e^x in float32 for x ≤ 0, within 2 units in the last place; 0 under -87, NaN of NaN. Cephes' expf (Moshier 1992): no sum
     may be taken in another order."""
@@ -238,7 +238,7 @@ def add_norm_kernel(itemsize: int) -> Kernel:
     return Kernel(add_norm)
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")
+@njit(fastmath=FASTMATH, error_model="numpy", forceinline=True)
 def _norm(x: Any, base: Any, width: Any, weight: Any, weight_base: Any, eps: Any, out: Any) -> None:
     squares = np.float32(0.0)
     for i in range(base, base + width):
@@ -267,7 +267,7 @@ def rotate_kernel(itemsize: int) -> Kernel:
     return Kernel(rotate)
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")
+@njit(fastmath=FASTMATH, error_model="numpy", forceinline=True)
 def _turn(x: Any, low: Any, half: Any, cos: Any, sin: Any, angle: Any) -> None:
     for i in range(half):
         a, b = load(x, low + i), load(x, low + half + i)
@@ -374,7 +374,7 @@ def decode_kernel(dim: int, group: int, itemsize: int, kv_itemsize: int) -> Kern
     return Kernel(decode)
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _find(rows: Any, tables: Any, table: Any, block_size: Any, first: Any, count: Any, token: Any, head: Any) -> None:
     """Where the rows of tokens from `first` on start, of `token` elements each, `head` elements into them."""
     block, offset = first // block_size, first % block_size
@@ -385,7 +385,7 @@ def _find(rows: Any, tables: Any, table: Any, block_size: Any, first: Any, count
             block, offset = block + 1, 0
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")
+@njit(fastmath=FASTMATH, error_model="numpy", forceinline=True)
 def _soften(weights: Any, base: Any, count: Any, sums: Any, at: Any) -> None:
     """Scores from `base` on become e to what they are under the top one, which goes to sums[at], and their sum behind it."""
     top = np.float32(-np.inf)
@@ -399,7 +399,7 @@ def _soften(weights: Any, base: Any, count: Any, sums: Any, at: Any) -> None:
     sums[at], sums[at + 1] = top, total
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")
+@njit(fastmath=FASTMATH, error_model="numpy", forceinline=True)
 def _join(partial: Any, base: Any, pitch: Any, parts: Any, dim: Any) -> None:
     """Attention of one query over pieces, from their partial results, `pitch` apart, into the first of them."""
     top = np.float32(-np.inf)

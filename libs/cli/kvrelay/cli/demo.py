@@ -13,6 +13,7 @@ from kvrelay.cli.inspection import PodReport, inspect
 from kvrelay.cli.model import DEFAULT_DIR, ensure_model
 from kvrelay.cli.options import StackOptions
 from kvrelay.cli.stack import Stack
+from kvrelay.cli.terminal import terminal
 from kvrelay.cli.up import mebibytes, watched
 
 RUN_DIR = Path("var/demo")
@@ -46,7 +47,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> int:
         stack.start()
     try:
         # What was asked, answered and done is the demo's output; progress is not.
-        _ask(stack, args.prompt or PROMPT, Console())
+        _ask(stack, args.prompt or PROMPT, terminal())
     finally:
         with console.status("stopping"):
             stack.stop()

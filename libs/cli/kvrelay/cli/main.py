@@ -15,6 +15,7 @@ from kvrelay.cli.client import ApiError
 from kvrelay.cli.fetch import FetchFailed
 from kvrelay.cli.model import DEFAULT_DIR, ensure_model
 from kvrelay.cli.stack import StackFailed
+from kvrelay.cli.terminal import terminal
 
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminate)
     # Standard output carries what the model says; the rest goes beside it.
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     try:
         status: int = args.run(args, console)
     except (ApiError, FetchFailed, StackFailed, ValueError, OSError) as error:

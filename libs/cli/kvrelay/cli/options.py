@@ -56,6 +56,11 @@ class StackOptions:
             raise ValueError(f"over {MAX_PODS_OF_A_KIND} pods of a kind do not fit the fixed ports: use free ports")
         if self.engine not in ("process", "fake"):
             raise ValueError(f"engine must be process or fake, not {self.engine}")
+        for name, port in (("http_port", self.http_port), ("grpc_port", self.grpc_port)):
+            if not 0 < port < 65536:
+                raise ValueError(f"{name} must be between 1 and 65535, not {port}")
+        if self.http_port == self.grpc_port and not self.free_ports:
+            raise ValueError(f"http_port and grpc_port are both {self.http_port}")
         if self.threads < 0:
             raise ValueError("threads must not be negative")
 

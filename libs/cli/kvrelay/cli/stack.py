@@ -18,6 +18,7 @@ from kvrelay.cli import state as states
 from kvrelay.cli.commands import Command, plan
 from kvrelay.cli.node import Node, Readiness
 from kvrelay.cli.options import StackOptions
+from kvrelay.cli.probe import answers
 from kvrelay.cli.process import launch
 from kvrelay.cli.state import Entry, State
 from kvrelay.common.access import read_token
@@ -46,9 +47,9 @@ class Stack:
     All state that ending needs is in `run_dir`, so that another process can end what this one started.
     """
 
-    def __init__(self, options: StackOptions, run_dir: Path, *, watch: Watcher = _unwatched) -> None:
+    def __init__(self, options: StackOptions, run_dir: Path | str, *, watch: Watcher = _unwatched) -> None:
         self.options = options
-        self.run_dir = run_dir
+        self.run_dir = Path(run_dir)
         self._watch = watch
         self._state = State(options=options)
         self._nodes: list[Node] = []
@@ -99,6 +100,8 @@ class Stack:
 
     def _launch(self) -> None:
         try:
+            if self.options.redis_url:
+                answers(self.options.redis_url)
             commands = plan(self.options, self.run_dir)
         except OSError as error:
             raise StackFailed(str(error)) from error

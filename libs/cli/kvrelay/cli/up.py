@@ -18,6 +18,7 @@ from kvrelay.cli.model import DEFAULT_DIR
 from kvrelay.cli.node import Node
 from kvrelay.cli.options import ROUTER_GRPC_PORT, ROUTER_HTTP_PORT, StackOptions, pairs
 from kvrelay.cli.stack import READY_SECONDS, Stack, StackFailed, Watcher
+from kvrelay.cli.terminal import terminal
 
 RUN_DIR = Path("var/run")
 ENGINE_OPTIONS = {
@@ -66,7 +67,7 @@ def add_stack_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router-option", action="append", default=[], metavar="NAME=VALUE", help="any option of the router"
     )
-    parser.add_argument("--local-prefill-tokens", metavar="N", help="prompts of under N tokens are computed on D")
+    parser.add_argument("--local-prefill-tokens", metavar="N", help="prompts of under N tokens are computed on D [32]")
     parser.add_argument("--http-port", type=int, default=ROUTER_HTTP_PORT, help="of the router [%(default)s]")
     parser.add_argument("--grpc-port", type=int, default=ROUTER_GRPC_PORT, help="of the router [%(default)s]")
     parser.add_argument("--free-ports", action="store_true", help="any free ports, for all processes")
@@ -125,16 +126,24 @@ def _report_running(stack: Stack, options: StackOptions, console: Console) -> in
         raise StackFailed(
             f"a stack in {stack.run_dir} is up but not ready: kvrelay status shows it, kvrelay down ends it"
         )
-    if replace(stack.options, http_port=0, grpc_port=0) != replace(options, http_port=0, grpc_port=0):
+    if _without_ports(stack.options) != _without_ports(options):
         raise StackFailed(f"a stack with other options is up in {stack.run_dir}: kvrelay down ends it")
     console.print(f"up already: [bold]{stack.url}/v1[/]")
     return 0
 
 
+def _without_ports(options: StackOptions) -> StackOptions:
+    """Free ones differ each time."""
+    return replace(options, http_port=ROUTER_HTTP_PORT, grpc_port=ROUTER_GRPC_PORT)
+
+
 def require_model(options: StackOptions) -> None:
     """Raises StackFailed where the model's directory holds none."""
     if not (options.model / "config.json").is_file():
-        raise StackFailed(f"{options.model} holds no model: kvrelay model makes the bundled one")
+        what = "holds no model (no config.json)" if options.model.is_dir() else "is no directory"
+        raise StackFailed(
+            f"{options.model} {what}: give one of Hugging Face's form; `kvrelay model` makes the bundled one"
+        )
 
 
 def run_down(args: argparse.Namespace, console: Console) -> int:
@@ -154,7 +163,7 @@ def run_status(args: argparse.Namespace, console: Console) -> int:
     if stack is None:
         console.print(f"nothing is up in {args.run_dir}")
         return 1
-    Console().print(status_table(stack))
+    terminal().print(status_table(stack))
     return 0 if stack.ready else 1
 
 

@@ -59,7 +59,7 @@ class WebApp:
                 return _json(200 if state.ready else 503, answer)
             case "/metrics" if method in ("GET", "HEAD"):
                 return 200, METRICS_TYPE, self._metrics()
-            case "/drain" if method in ("GET", "POST"):  # GET for Kubernetes' preStop hooks
+            case "/drain" if method == "POST":  # it cannot be taken back: no crawler or curious GET may do it
                 return self._drain(scope)
             case "/healthz" | "/readyz" | "/metrics" | "/drain":
                 return _json(405, {"error": f"{method} is not allowed"})
