@@ -1,0 +1,361 @@
+"""Blocks as files of one directory, on a local disk: they outlive the process."""
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import itertools
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from kvrelay.common.ids import BlockId, new_epoch
+from kvrelay.kvstore.block import BlockInfo
+from kvrelay.kvstore.policy import Policy
+from kvrelay.kvstore.tiers import blockfile
+from kvrelay.kvstore.tiers.base import Corrupt, Missing, TierFailed
+from kvrelay.kvstore.tiers.blockfile import Claim, occupied_bytes
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Block:
+    info: BlockInfo
+    room: int
+    """Bytes of its file."""
+    readers: int = 0
+    """While there are any it is not evicted."""
+    unlinked: bool = False
+
+
+class FileTier:
+    """Of `directory`, which is this tier's alone: another process that opens it is refused. See `base.Tier` for the calls.
+
+    `limit_bytes` bounds the lengths of all files: headers, temporary files and files being removed included, folders not.
+    Files, 256 folders of them, change in threads of the tier's own, `threads` of them with memory for one block each; everything
+    else belongs to the event loop. A block is in `_blocks` while its file is there, whole, and nothing changes it.
+
+    A call ends after `timeout_s`, as TierFailed, or when it is cancelled; its thread goes on behind. The room of a block that it
+    writes stays counted until it is done, and then nothing of the block remains. The caller's buffer is its own again at once:
+    nothing is written into it any more, and what is read from it is thrown away; only its memory is held until the thread is done.
+
+    A file that cannot be removed after a failed write stays counted until the tier is opened again, and goes then. Removals are not
+    synced: after a power cut a removed block may be back.
+
+    `direct`: O_DIRECT, so that blocks do not push other things out of the page cache; "auto": where the filesystem takes it.
+    """
+
+    name = "files"
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        limit_bytes: int,
+        policy: Policy,
+        *,
+        direct: bool | Literal["auto"],
+        threads: int,
+        timeout_s: float,
+    ) -> None:
+        if limit_bytes < 1 or threads < 1 or timeout_s <= 0:
+            raise ValueError("limit_bytes, threads and timeout_s must be positive")
+        self.directory = os.fspath(directory)
+        self.limit_bytes = limit_bytes
+        self.timeout_s = timeout_s
+        self._policy = policy
+        self._direct = direct
+        self._threads = threads
+        self._flags = 0
+        self._epoch = new_epoch()
+        self._numbers = itertools.count()
+        self._state: Literal["closed", "opening", "open"] = "closed"
+        self._lock: int | None = None
+        self._used = 0
+        self._blocks: dict[BlockId, _Block] = {}
+        self._changing: dict[BlockId, asyncio.Future[None]] = {}
+        """Ids whose file is being written or removed; done when it no longer is."""
+        self._evicted: dict[BlockId, BlockInfo] = {}
+        """What no put has given yet."""
+        self._turn = asyncio.Lock()
+        """Of the one put that makes room: no other takes it meanwhile."""
+        self._news = asyncio.Event()
+        """There may be more room, or more to evict, or no one who waits for it."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+    def find(self, block_id: BlockId) -> BlockInfo | None:
+        block = self._blocks.get(block_id)
+        return block.info if block else None
+
+    async def open(self) -> list[BlockInfo]:
+        """What is in the directory, the longest ago written first; what is over the limit has gone, in that order.
+
+        Fails where nothing happens for `timeout_s`; altogether it may take longer.
+        """
+        if self._lock is not None or self._state != "closed":
+            raise TierFailed(f"{self.directory}: open already, or a thread of it still runs")
+        self._state = "opening"
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvrelay-files")
+        try:
+            await self._progress(self._take_directory())
+            infos = await self._take_over()
+            self._state = "open"
+        except OSError as error:
+            raise self._failed("opening", error) from error
+        finally:
+            if self._state != "open":
+                await self.close()
+        return infos
+
+    async def get(self, block_id: BlockId, into: memoryview) -> BlockInfo:
+        """A block being stored is Missing. `into` has the verified bytes, or is as it was."""
+        return await self._call("reading", lambda claim: self._load(block_id, into, claim))
+
+    async def put(self, info: BlockInfo, data: memoryview) -> list[BlockInfo]:
+        """Gives all that has been evicted since the last put that succeeded: when puts overlap, it may be another's.
+
+        Trusts `info.checksum`: only a get computes it.
+        """
+        if data.nbytes != info.size:
+            raise ValueError(f"{data.nbytes} bytes for a block of {info.size}")
+        await self._call("storing", lambda claim: self._store(info, data, claim))
+        evicted, self._evicted = self._evicted, {}
+        return list(evicted.values())
+
+    async def remove(self, block_id: BlockId) -> None:
+        """Also where it is being stored: after that."""
+        await self._call("removing", lambda claim: self._remove(block_id, claim))
+
+    async def close(self) -> None:
+        """Waits for what is running, `timeout_s` at most. The directory is another's to open when the last thread is done."""
+        if self._state == "closed":
+            return
+        self._state = "closed"
+        self._news.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self.timeout_s)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._release()
+
+    async def _load(self, block_id: BlockId, into: memoryview, claim: Claim) -> BlockInfo:
+        block = self._blocks.get(block_id)
+        if block is None:
+            raise Missing(f"{block_id.hex()} is not in {self.directory}")
+        if into.nbytes < block.info.size:
+            raise ValueError(f"{into.nbytes} bytes for a block of {block.info.size}")
+        block.readers += 1
+        try:
+            await self._run(blockfile.read_block, self._path(block_id), block.info, into, claim, self._flags)
+        except FileNotFoundError as error:
+            await self._forget(block)
+            raise Missing(f"{self._path(block_id)} has been removed by someone else") from error
+        except blockfile.Damaged as error:
+            await self._forget(block)
+            raise Corrupt(f"{self._path(block_id)}: {error}") from error
+        finally:
+            block.readers -= 1
+            self._settle(block)
+        if self._blocks.get(block_id) is block:
+            self._policy.used(block_id)
+        return block.info
+
+    async def _store(self, info: BlockInfo, data: memoryview, claim: Claim) -> None:
+        header = blockfile.encode_header(info)
+        await self._settled(info.id)
+        claim.check()
+        if info.id in self._blocks:
+            return
+        block = _Block(info, occupied_bytes(info.size))
+        with self._change(info.id):
+            await self._reserve(block, claim)
+            try:
+                await self._write(block, header, data, claim)
+            except blockfile.Remains:
+                raise
+            except BaseException:
+                self._free(block)
+                raise
+            self._blocks[info.id] = block
+        self._evicted.pop(info.id, None)
+        self._policy.stored(info.id, block.room)
+        self._news.set()
+
+    async def _write(self, block: _Block, header: bytes, data: memoryview, claim: Claim) -> None:
+        path = self._path(block.info.id)
+        temporary = f"{path}.{self._epoch}-{next(self._numbers)}{blockfile.TEMPORARY_SUFFIX}"
+        await self._run(blockfile.write_block, path, temporary, header, data, claim, self._flags)
+        if claim.abandoned:
+            try:
+                await self._run(blockfile.remove_file, path)
+            except OSError as error:
+                raise blockfile.Remains(*error.args) from error
+        claim.check()
+
+    async def _reserve(self, block: _Block, claim: Claim) -> None:
+        """Takes the room for a block, in order of asking, when what must go for it is gone from the disk."""
+        if block.room > self.limit_bytes:
+            raise TierFailed(f"{self.directory}: a block of {block.room} bytes is over the limit, {self.limit_bytes}")
+        async with self._turn:
+            while True:
+                claim.check()
+                if self._state != "open":
+                    raise TierFailed(f"{self.directory}: closed")
+                if self._used + block.room <= self.limit_bytes:
+                    break
+                self._news.clear()
+                victim = self._policy.victim(block.info.id, self._evictable)
+                if victim is None:
+                    await self._news.wait()
+                else:
+                    await self._evict(self._blocks[victim])
+            self._used += block.room
+
+    def _evictable(self, block_id: BlockId) -> bool:
+        block = self._blocks.get(block_id)
+        return block is not None and not block.readers
+
+    async def _evict(self, block: _Block) -> None:
+        await self._unlink(block)
+        self._policy.evicted(block.info.id)
+        self._evicted[block.info.id] = block.info
+
+    async def _remove(self, block_id: BlockId, claim: Claim) -> None:
+        await self._settled(block_id)
+        claim.check()
+        if block := self._blocks.get(block_id):
+            await self._forget(block)
+
+    async def _forget(self, block: _Block) -> None:
+        if self._blocks.get(block.info.id) is block:
+            await self._unlink(block)
+            self._policy.removed(block.info.id)
+
+    async def _unlink(self, block: _Block) -> None:
+        """The block is not found any more at once. Where its file cannot be removed it is found again, and OSError raised."""
+        block_id = block.info.id
+        del self._blocks[block_id]
+        with self._change(block_id):
+            try:
+                await self._run(blockfile.remove_file, self._path(block_id))
+            except OSError:
+                self._blocks[block_id] = block
+                raise
+        block.unlinked = True
+        self._settle(block)
+
+    def _settle(self, block: _Block) -> None:
+        """A file has its bytes on the disk until it is unlinked and no one reads it."""
+        if block.readers == 0:
+            if block.unlinked:
+                self._free(block)
+            self._news.set()
+
+    def _free(self, block: _Block) -> None:
+        self._used -= block.room
+        self._news.set()
+
+    @contextlib.contextmanager
+    def _change(self, block_id: BlockId) -> Iterator[None]:
+        """Of one block's file there is one change at a time."""
+        done = self._changing[block_id] = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        finally:
+            del self._changing[block_id]
+            done.set_result(None)
+
+    async def _settled(self, block_id: BlockId) -> None:
+        while (change := self._changing.get(block_id)) is not None:
+            await asyncio.wait([change])
+
+    async def _take_directory(self) -> None:
+        self._lock = await self._run(blockfile.take_directory, self.directory)
+        self._flags = 0
+        if self._direct:
+            try:
+                self._flags = await self._run(blockfile.direct_flag, self.directory)
+            except OSError as error:
+                if self._direct is True or error.errno != errno.EINVAL:
+                    raise
+
+    async def _take_over(self) -> list[BlockInfo]:
+        for block_id in self._blocks:
+            self._policy.removed(block_id)
+        self._blocks.clear()
+        self._evicted.clear()
+        folders = [os.path.join(self.directory, folder) for folder in blockfile.FOLDERS]
+        scans = await self._progress(*(self._run(blockfile.scan_folder, folder, self._flags) for folder in folders))
+        found = sorted((block for scan in scans for block in scan), key=lambda block: block[0])
+        self._used = sum(occupied_bytes(info.size) for _, info in found)
+        for _, info in found:
+            room = occupied_bytes(info.size)
+            if self._used > self.limit_bytes:
+                await self._progress(self._run(blockfile.remove_file, self._path(info.id)))
+                self._used -= room
+            else:
+                self._blocks[info.id] = _Block(info, room)
+                self._policy.stored(info.id, room)
+        return [block.info for block in self._blocks.values()]
+
+    def _path(self, block_id: BlockId) -> str:
+        return os.path.join(self.directory, blockfile.relative_path(block_id))
+
+    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+    async def _call(self, what: str, work: Callable[[Claim], Coroutine[Any, Any, T]]) -> T:
+        """What `work` gives, unless it takes too long. It is never cancelled: it keeps the accounts."""
+        if self._state != "open":
+            raise TierFailed(f"{self.directory}: not open")
+        claim = Claim()
+        task = self._begin(work(claim))
+        try:
+            await asyncio.wait([task], timeout=self.timeout_s)
+        finally:
+            if not task.done():
+                claim.abandon()
+                self._news.set()
+        if not task.done():
+            raise TierFailed(f"{self.directory}: {what} a block took longer than {self.timeout_s} s")
+        try:
+            return task.result()
+        except OSError as error:
+            raise self._failed(f"{what} a block", error) from error
+
+    async def _progress(self, *jobs: Coroutine[Any, Any, T]) -> list[T]:
+        """What all give, in order, as long as one of them ends every `timeout_s`."""
+        tasks = [self._begin(job) for job in jobs]
+        waiting = set(tasks)
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise TierFailed(f"{self.directory}: nothing has happened for {self.timeout_s} s")
+            for task in done:
+                task.result()
+        return [task.result() for task in tasks]
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # heard, also where no caller waits for it any more
+        self._release()
+
+    def _release(self) -> None:
+        if self._state == "closed" and not self._tasks and self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _failed(self, what: str, error: OSError) -> TierFailed:
+        return TierFailed(f"{self.directory}: {what}: {error.strerror or error}")
