@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tests.fixtures_redis", "tests.exactness.fixtures"]
+pytest_plugins = ["tests.fixtures_redis", "tests.fixtures_s3", "tests.exactness.fixtures"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
