@@ -132,6 +132,15 @@ class FileTier:
         """Also where it is being stored: after that."""
         await self._call("removing", lambda claim: self._remove(block_id, claim))
 
+    def coldest(self) -> BlockInfo | None:
+        """Who would go next."""
+        victim = self._policy.victim(BlockId(bytes(blockfile.ID_BYTES)), self._evictable)
+        return None if victim is None else self._blocks[victim].info
+
+    async def evict(self, block_id: BlockId) -> None:
+        """As a put would to make room, if the block is there and no one reads it."""
+        await self._call("evicting", lambda claim: self._evict_one(block_id, claim))
+
     async def close(self) -> None:
         """Waits for what is running, `timeout_s` at most. The directory is another's to open when the last thread is done."""
         if self._state == "closed":
@@ -224,6 +233,13 @@ class FileTier:
         await self._unlink(block)
         self._policy.evicted(block.info.id)
         self._evicted[block.info.id] = block.info
+
+    async def _evict_one(self, block_id: BlockId, claim: Claim) -> None:
+        await self._settled(block_id)
+        claim.check()
+        if self._evictable(block_id):
+            await self._unlink(self._blocks[block_id])
+            self._policy.evicted(block_id)
 
     async def _remove(self, block_id: BlockId, claim: Claim) -> None:
         await self._settled(block_id)

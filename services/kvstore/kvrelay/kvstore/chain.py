@@ -1,0 +1,363 @@
+"""The tiers of a node, one below the other: hits promote into memory, evictions cascade down, and the index hears of both.
+
+Blocks are written into memory, by pods, and served from there. While memory is nearly full, its coldest blocks are written to the
+tier below and leave (`_sink`); that one does the same. A block that memory holds may be in a tier below as well: it then leaves memory
+for nothing. A tier that fails is left alone for a while: what would go there is dropped, what is there is a miss.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrelay.common.ids import BlockId
+from kvrelay.common.tasks import end_task
+from kvrelay.kvstore.block import BlockInfo, checksum
+from kvrelay.kvstore.memory import MemoryTier, Slot
+from kvrelay.kvstore.tiers.base import Corrupt, Missing, Tier, TierFailed
+
+log = logging.getLogger(__name__)
+
+HIGH_SHARE = 0.9
+"""Of a tier's limit, above which its coldest blocks go down."""
+SPARE_BYTES = 16 << 10
+"""What a tier may take for a block beside its bytes."""
+COOL_SECONDS = 5.0
+"""For which a tier that failed is left alone."""
+
+
+class Sinking(Tier, Protocol):
+    """A tier that can have one below it."""
+
+    def coldest(self) -> BlockInfo | None: ...
+
+    async def evict(self, block_id: BlockId) -> None:
+        """Raises TierFailed."""
+        ...
+
+
+class Listener(Protocol):
+    """Hears of each block's highest tier."""
+
+    def stored(self, info: BlockInfo, tier: str) -> None: ...
+
+    def removed(self, info: BlockInfo) -> None: ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """Of one tier; bytes of blocks, seconds of calls."""
+
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    failures: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds_reading: float = 0.0
+    seconds_writing: float = 0.0
+    evictions: int = 0
+    dropped: int = 0
+    """Evicted with nowhere to go."""
+    refused: int = 0
+    """Not stored, for want of room."""
+
+
+@dataclass(slots=True)
+class Level:
+    """A tier below memory, and how it has been of late."""
+
+    tier: Tier
+    counters: Counters = field(default_factory=Counters)
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    """Something was written there, or is to be."""
+    shrunk: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its sink has made room."""
+    wanted_bytes: int = 0
+    """For a block that waits for room."""
+    failed_until: float = 0.0
+    reason: str = ""
+
+    @property
+    def healthy(self) -> bool:
+        return time.monotonic() >= self.failed_until
+
+    @property
+    def is_full(self) -> bool:
+        """Its coldest blocks have to go down."""
+        used, limit = self.tier.used_bytes, self.tier.limit_bytes
+        return used > HIGH_SHARE * limit or used + self.wanted_bytes > limit
+
+    def failed(self, error: TierFailed) -> None:
+        if self.healthy:
+            log.warning("the %s tier is left alone for %g s: %s", self.tier.name, COOL_SECONDS, error.message)
+        self.counters.failures += 1
+        self.failed_until = time.monotonic() + COOL_SECONDS
+        self.reason = error.message
+
+
+class Chain:
+    """Calls are for one event loop. `levels` are the tiers below memory, the nearest first."""
+
+    def __init__(self, memory: MemoryTier, tiers: Sequence[Tier], listener: Listener) -> None:
+        self.memory = memory
+        self.levels = [Level(tier) for tier in tiers]
+        self.counters = Counters()
+        """Of memory."""
+        self._listener = listener
+        self._promoting: dict[BlockId, asyncio.Task[Slot | None]] = {}
+        self._full = asyncio.Event()
+        self._sinks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """A tier that cannot be opened is out for good, and said to be so."""
+        for level in self.levels:
+            try:
+                for info in await level.tier.open():
+                    if info.id not in self.memory:
+                        self._listener.stored(info, level.tier.name)
+            except TierFailed as error:
+                level.failed_until, level.reason = float("inf"), error.message
+                log.error("the %s tier cannot be opened: %s", level.tier.name, error.message)
+        self._sinks = [asyncio.create_task(self._sink_memory(), name="sink memory")]
+        for upper, lower in zip(self.levels, self.levels[1:], strict=False):
+            self._sinks.append(asyncio.create_task(self._sink(upper, lower), name=f"sink {upper.tier.name}"))
+
+    async def close(self) -> None:
+        for task in (*self._sinks, *self._promoting.values()):
+            await end_task(task)
+        for level in self.levels:
+            await level.tier.close()
+
+    # What is here.
+
+    def ids(self) -> Iterable[BlockId]:
+        return self.memory.ids()
+
+    def find(self, block_id: BlockId) -> tuple[BlockInfo, str] | None:
+        """The block and its highest tier."""
+        if (info := self.memory.find(block_id)) is not None:
+            return info, "cpu"
+        for level in self.levels:
+            if level.healthy and (info := level.tier.find(block_id)) is not None:
+                return info, level.tier.name
+        return None
+
+    # Write.
+
+    def begin(self, info: BlockInfo) -> Slot | None:
+        """Room in memory for a block to be written; None where it is here already, or there is no room now. Nothing waits."""
+        while (slot := self.memory.allocate(info)) is None:
+            if info.id in self.memory or self.memory.is_writing(info.id) or not self._drop_one(info.id):
+                self.counters.refused += info.id not in self.memory and not self.memory.is_writing(info.id)
+                return None
+        self._look()
+        return slot
+
+    def commit(self, slot: Slot, checksum: int) -> None:
+        self.memory.commit(slot, checksum)
+        self.counters.bytes_written += slot.info.size
+        self._listener.stored(slot.info, "cpu")
+
+    def give_up(self, slot: Slot) -> None:
+        self.memory.give_up(slot)
+
+    # Read.
+
+    async def load(self, block_id: BlockId) -> Slot | None:
+        """The block in memory, pinned, brought there if need be; None for a miss. Several who ask at once share one reading."""
+        while (slot := self.memory.pin(block_id)) is None:
+            promoting = self._promoting.get(block_id)
+            if promoting is None:
+                promoting = self._promoting[block_id] = asyncio.create_task(self._promote(block_id))
+                promoting.add_done_callback(lambda _: self._promoting.pop(block_id, None))
+            if await asyncio.shield(promoting) is None:
+                self.counters.misses += 1
+                return None
+        self.counters.hits += 1
+        self.counters.bytes_read += slot.info.size
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        self.memory.unpin(slot)
+
+    async def remove(self, block_id: BlockId) -> None:
+        """From all tiers."""
+        found = self.find(block_id)
+        self.memory.remove(block_id)
+        if found is not None:
+            for level in self.levels:
+                await self._forget(level, found[0])
+
+    def verify(self, slot: Slot) -> bool:
+        """Whether a pinned block's bytes are still what was committed; where not, it is removed from memory."""
+        with self.memory.data(slot) as data:
+            whole = checksum(slot.info, data) == slot.info.checksum
+        if not whole:
+            self.counters.corrupt += 1
+            self.memory.remove(slot.info.id)
+            self._moved(slot.info)
+        return whole
+
+    async def _promote(self, block_id: BlockId) -> Slot | None:
+        """From the nearest tier that has the block whole."""
+        for level in self.levels:
+            info = level.tier.find(block_id) if level.healthy else None
+            if info is None:
+                continue
+            slot = self.begin(info)
+            if slot is None:
+                return None  # no room, or another has just begun to write it
+            if await self._read(level, slot):
+                self.commit(slot, info.checksum)
+                return slot
+            self.give_up(slot)
+        return None
+
+    async def _read(self, level: Level, slot: Slot) -> bool:
+        started = time.monotonic()
+        whole = False
+        try:
+            with self.memory.data(slot) as data:
+                await level.tier.get(slot.info.id, data)
+            whole = True
+            level.counters.hits += 1
+            level.counters.bytes_read += slot.info.size
+        except Missing:
+            level.counters.misses += 1
+        except Corrupt as error:
+            level.counters.corrupt += 1
+            log.warning("a block of the %s tier is corrupt: %s", level.tier.name, error.message)
+        except TierFailed as error:
+            level.failed(error)
+        level.counters.seconds_reading += time.monotonic() - started
+        if not whole:
+            self._moved(slot.info)
+        return whole
+
+    async def _forget(self, level: Level, info: BlockInfo) -> None:
+        try:
+            await level.tier.remove(info.id)
+        except TierFailed as error:
+            level.failed(error)
+        self._moved(info)
+
+    def _moved(self, info: BlockInfo) -> None:
+        """A tier has got or lost the block: where it lies now, if anywhere, is news."""
+        found = self.find(info.id)
+        if found is None:
+            self._listener.removed(info)
+        else:
+            self._listener.stored(*found)
+
+    # Make room.
+
+    def _look(self) -> None:
+        if self.levels and self.memory.used_bytes > HIGH_SHARE * self.memory.limit_bytes:
+            self._full.set()
+
+    def _drop_one(self, incoming: BlockId) -> bool:
+        """The coldest block that can leave memory at once: one that lies below already, or all where there is nothing below."""
+        victim = self.memory.coldest(incoming)
+        if victim is None or (self._next() is not None and not self._below(victim.info.id)):
+            self._full.set()
+            return False
+        self._leave(victim)
+        return True
+
+    def _next(self) -> Level | None:
+        return next((level for level in self.levels if level.healthy), None)
+
+    def _below(self, block_id: BlockId) -> bool:
+        return any(level.tier.find(block_id) is not None for level in self.levels)
+
+    def _leave(self, victim: Slot) -> None:
+        self.counters.evictions += 1
+        self.counters.dropped += not self._below(victim.info.id)
+        self.memory.evict(victim.info.id)
+        self._moved(victim.info)
+
+    async def _sink_memory(self) -> None:
+        while True:
+            await self._full.wait()
+            self._full.clear()
+            while self.memory.used_bytes > HIGH_SHARE * self.memory.limit_bytes:
+                victim = self.memory.coldest(BlockId(bytes(16)))
+                if victim is None:
+                    break  # all is pinned or being written; `begin` looks again
+                level = self._next()
+                if level is None or self._below(victim.info.id):
+                    self._leave(victim)
+                else:
+                    await self._demote(victim, level)
+
+    async def _demote(self, victim: Slot, level: Level) -> None:
+        victim.pins += 1
+        try:
+            with self.memory.data(victim) as data:
+                await self._write(level, victim.info, data)
+        finally:
+            self.memory.unpin(victim)
+        if victim.doomed:  # removed meanwhile, and below it came after that
+            await self._forget(level, victim.info)
+        elif self.memory.holds(victim) and not victim.pins:
+            self._leave(victim)
+
+    async def _write(self, level: Level, info: BlockInfo, data: memoryview) -> None:
+        await self._room_below(level, info)
+        started = time.monotonic()
+        try:
+            evicted = await level.tier.put(info, data)
+        except TierFailed as error:
+            level.failed(error)
+            return
+        level.counters.seconds_writing += time.monotonic() - started
+        level.counters.bytes_written += info.size
+        level.grown.set()
+        self._moved(info)
+        for gone in evicted:
+            level.counters.evictions += 1
+            level.counters.dropped += self.find(gone.id) is None
+            self._moved(gone)
+
+    async def _room_below(self, level: Level, info: BlockInfo) -> None:
+        """Waits until the level's own sink has made room: a tier that must evict by itself loses what it evicts."""
+        if level is self.levels[-1]:
+            return
+        level.wanted_bytes = info.size + SPARE_BYTES
+        while level.healthy and level.is_full and level.tier.used_bytes:
+            level.shrunk.clear()
+            level.grown.set()
+            await level.shrunk.wait()
+        level.wanted_bytes = 0
+
+    async def _sink(self, upper: Level, lower: Level) -> None:
+        """From one tier to the one below it."""
+        tier: Sinking = upper.tier  # type: ignore[assignment]
+        buffer = bytearray()
+        while True:
+            await upper.grown.wait()
+            upper.grown.clear()
+            while upper.healthy and upper.is_full:
+                victim = tier.coldest()
+                if victim is None:
+                    break
+                try:
+                    if lower.healthy and lower.tier.find(victim.id) is None:
+                        if len(buffer) < victim.size:
+                            buffer = bytearray(victim.size)
+                        with memoryview(buffer)[: victim.size] as data:
+                            await tier.get(victim.id, data)
+                            await self._write(lower, victim, data)
+                    await tier.evict(victim.id)
+                    upper.counters.evictions += 1
+                    upper.counters.dropped += lower.tier.find(victim.id) is None
+                except (Missing, Corrupt):
+                    pass
+                except TierFailed as error:
+                    upper.failed(error)
+                self._moved(victim)
+                upper.shrunk.set()
+            upper.shrunk.set()
