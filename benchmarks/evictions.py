@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.report import commit, machine
 from kvrelay.kvstore.policy import make_policy
-from tests.kvstore.test_policy import REFERENCES, Cache
+from tests.kvstore.caches import REFERENCES, Cache
 
 
 class Line(msgspec.Struct):

@@ -21,6 +21,7 @@ from kvrelay.kernels.cpu.openmp import FASTMATH, Kernel, barrier, thread, thread
 PIECE = 256
 """Tokens of a context that are one piece of work, whatever else is in the batch: a result depends on neither batch nor threads."""
 AHEAD = 32
+"""Tokens ahead of the one that is read, whose keys are asked for: a row of one head is too short for the processor to guess on."""
 LANES = 8
 """What `dim` must be a multiple of. Vectors have twice as many where it allows; the compiler splits what the processor cannot do."""
 
@@ -307,10 +308,8 @@ def decode_kernel(dim: int, group: int, itemsize: int, kv_itemsize: int) -> Kern
     int64 [P, 4]: sequence, first token, tokens, tokens of all pieces up to and with it; block tables int32; context lengths int64;
     scale; room for partial results [P, heads, dim + 2]; room to work in, `decode_room` a thread; q, k, v; cached keys and values; out)
     """
-    record, room_bytes = (
-        dim + 2,
-        decode_room(dim, group),
-    )  # of a partial result: weighted values, top score, sum of weights
+    record = dim + 2  # a partial result: weighted values, top score, sum of weights
+    room_bytes = decode_room(dim, group)
 
     def decode(a: Any) -> None:
         num_pieces, heads, block_size, width = a[0], a[1], a[2], a[3]

@@ -19,8 +19,13 @@ _SEED = struct.Struct("<QQQ")
 
 def checksum(ticket_bits: int, frame_number: int, generation: int, head: bytes, payload: memoryview) -> int:
     """Of a frame's header and `payload` (bytes, contiguous)."""
-    leaves = [
+    seed = xxhash.xxh3_64_intdigest(_SEED.pack(ticket_bits, frame_number, generation))
+    return xxhash.xxh3_64_intdigest(leaves(payload) + head, seed)
+
+
+def leaves(payload: memoryview) -> bytes:
+    """The leaves of a payload, as what the value is computed of has them."""
+    values = [
         xxhash.xxh3_64_intdigest(payload[start : start + LEAF_BYTES]) for start in range(0, len(payload), LEAF_BYTES)
     ]
-    seed = xxhash.xxh3_64_intdigest(_SEED.pack(ticket_bits, frame_number, generation))
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(leaves)}Q", *leaves) + head, seed)
+    return struct.pack(f"<{len(values)}Q", *values)

@@ -7,8 +7,8 @@ import xxhash
 
 from kvrelay.common.ids import BlockId, Fingerprint
 from kvrelay.common.layout import KvDtype
+from kvrelay.transfer.checksum import leaves
 
-LEAF_BYTES = 16 << 10
 CHECKSUM_VERSION = 1
 
 
@@ -29,14 +29,11 @@ class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checksum(info: BlockInfo, payload: memoryview) -> int:
-    """A tree of XXH3-64 over leaves of 16 KiB, bound to what the bytes are said to be; see docs/design/transfer.md.
+    """The tree of a KV push (`transfer.checksum`), bound to what the bytes are said to be.
 
     Any bit, order, length, id, dtype or encoding that differs changes it.
     """
-    leaves = [
-        xxhash.xxh3_64_intdigest(payload[start : start + LEAF_BYTES]) for start in range(0, len(payload), LEAF_BYTES)
-    ]
-    bound = b"\0".join(
-        (info.id, info.fingerprint.encode(), info.shape.encode(), info.dtype.encode(), info.encoding.encode())
-    )
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<QQ{len(leaves)}Q", CHECKSUM_VERSION, len(payload), *leaves) + bound)
+    texts = (info.fingerprint, info.shape, info.dtype, info.encoding)
+    bound = b"\0".join((info.id, *(text.encode() for text in texts)))
+    head = struct.pack("<QQ", CHECKSUM_VERSION, len(payload))
+    return xxhash.xxh3_64_intdigest(head + leaves(payload) + bound)

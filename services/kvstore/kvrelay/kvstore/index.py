@@ -12,21 +12,19 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, cast
+from typing import cast
 
 import redis.asyncio as aioredis
 from redis.asyncio.cluster import RedisCluster
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from kvrelay.common.discovery import COMMAND_SECONDS, connect
 from kvrelay.common.ids import BlockId
 from kvrelay.kvstore.location import MAX_LOCATIONS, RECORD_BYTES, Location, unpack
 from kvrelay.kvstore.segments import heads
 
 log = logging.getLogger(__name__)
 
-COMMAND_SECONDS = 1.0
 TTL_SECONDS = 3600
 
 Entry = tuple[BlockId, BlockId]
@@ -56,16 +54,13 @@ class Index:
 
     def __init__(self, url: str, cluster: str, *, sharded: bool = False) -> None:
         """`sharded`: the URL is of a Redis Cluster. Connects at the first command."""
-        options: dict[str, Any] = {
-            "socket_timeout": COMMAND_SECONDS,
-            "socket_connect_timeout": COMMAND_SECONDS,
-            "protocol": 2,
-        }
         self._redis: aioredis.Redis | RedisCluster
         if sharded:
-            self._redis = RedisCluster.from_url(url, **options)
+            self._redis = RedisCluster.from_url(
+                url, socket_timeout=COMMAND_SECONDS, socket_connect_timeout=COMMAND_SECONDS, protocol=2
+            )
         else:
-            self._redis = aioredis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
+            self._redis = connect(url)
         self._sharded = sharded
         self._prefix = f"kvrelay:{cluster}:kv:".encode()
         self._update = self._redis.register_script(_UPDATE)

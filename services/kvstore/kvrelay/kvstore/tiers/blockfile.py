@@ -203,7 +203,7 @@ def take_directory(directory: str) -> int:
         for folder in FOLDERS:
             os.makedirs(os.path.join(directory, folder), exist_ok=True)
         sync_folder(directory)
-    except BaseException:
+    except BaseException:  # whatever it was, an interrupt as well: the lock is not left held
         os.close(lock)
         raise
     return lock

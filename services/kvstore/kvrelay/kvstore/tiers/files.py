@@ -48,7 +48,7 @@ class FileTier:
     `direct`: O_DIRECT, so that blocks do not push other things out of the page cache; "auto": where the filesystem takes it.
     """
 
-    name = "files"
+    name = "file"  # of `location.TIERS`
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class FileTier:
                 await self._write(block, header, data, claim)
             except blockfile.Remains:
                 raise
-            except BaseException:
+            except BaseException:  # cancelled as well: the room that was taken is given back
                 self._free(block)
                 raise
             self._blocks[info.id] = block

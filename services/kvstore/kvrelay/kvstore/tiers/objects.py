@@ -338,7 +338,7 @@ class ObjectTier:
                     for leaving in self._evict_for(info.id):
                         await leaving.outcome(deadline)
                     await granted
-                except BaseException:
+                except BaseException:  # cancelled as well: who waits no more must not be granted room
                     self._room.withdraw(size, granted)
                     raise
                 finally:
