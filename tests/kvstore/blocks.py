@@ -9,8 +9,8 @@ import msgspec
 
 from kvrelay.common.ids import BlockId, Fingerprint
 from kvrelay.common.layout import KvDtype
-from kvrelay.kvstore.block import BlockInfo, checksum
 from kvrelay.kvstore.tiers.base import Tier
+from kvrelay.transfer.block import BlockInfo, checksum
 
 
 def make_block(rng: random.Random, size: int, **fields: Any) -> tuple[BlockInfo, memoryview]:

@@ -15,11 +15,11 @@ from xml.sax.saxutils import escape
 
 import pytest
 
-from kvrelay.kvstore.block import BlockInfo
 from kvrelay.kvstore.policy import Lru
 from kvrelay.kvstore.tiers.base import TierFailed
 from kvrelay.kvstore.tiers.blockfile import PAGE_BYTES
 from kvrelay.kvstore.tiers.objects import ObjectTier, S3Access, object_bytes
+from kvrelay.transfer.block import BlockInfo
 from tests.kvstore.blocks import make_block
 
 Open = Callable[..., Awaitable[ObjectTier]]

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvrelay.kvstore.block import BlockInfo
 from kvrelay.kvstore.policy import Lru
 from kvrelay.kvstore.tiers import blockfile
 from kvrelay.kvstore.tiers.blockfile import LOCK_NAME, occupied_bytes
 from kvrelay.kvstore.tiers.files import FileTier
+from kvrelay.transfer.block import BlockInfo
 
 Open = Callable[..., Any]
 Hang = Callable[[str], Callable[[], bool]]

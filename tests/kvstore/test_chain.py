@@ -12,12 +12,12 @@ import pytest
 from kvrelay.common.ids import BlockId, Fingerprint
 from kvrelay.common.layout import KvDtype
 from kvrelay.kvstore.arena import Arena
-from kvrelay.kvstore.block import BlockInfo, checksum
 from kvrelay.kvstore.chain import Chain
 from kvrelay.kvstore.memory import MemoryTier, Slot
 from kvrelay.kvstore.policy import make_policy
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, TierFailed
 from kvrelay.kvstore.tiers.files import FileTier
+from kvrelay.transfer.block import BlockInfo, checksum
 
 pytestmark = pytest.mark.unit
 

@@ -15,11 +15,11 @@ import pytest
 import xxhash
 
 from kvrelay.common.ids import BlockId, Fingerprint
-from kvrelay.kvstore.block import BlockInfo
 from kvrelay.kvstore.policy import Lru, make_policy
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, TierFailed
 from kvrelay.kvstore.tiers.blockfile import PAGE_BYTES, occupied_bytes
 from kvrelay.kvstore.tiers.files import FileTier
+from kvrelay.transfer.block import BlockInfo
 from tests.kvstore.blocks import make_block, read, until
 from tests.kvstore.file_tier import MIB, Hang, Open, begun, check_disk, contents, files_of, flip, path_of
 

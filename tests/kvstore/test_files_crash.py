@@ -16,10 +16,10 @@ import pytest
 
 from kvrelay.common.ids import BlockId, Fingerprint
 from kvrelay.common.layout import KvDtype
-from kvrelay.kvstore.block import BlockInfo, checksum
 from kvrelay.kvstore.policy import Lru
 from kvrelay.kvstore.tiers import blockfile
 from kvrelay.kvstore.tiers.files import FileTier
+from kvrelay.transfer.block import BlockInfo, checksum
 
 CRASHES = int(os.environ.get("KVRELAY_CRASHES", "50"))
 LIMIT_BYTES = 2 << 20

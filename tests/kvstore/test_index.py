@@ -14,10 +14,10 @@ from kvrelay.common.ids import BlockId, Epoch, Fingerprint, new_epoch
 from kvrelay.common.layout import KvDtype
 from kvrelay.kvstore import announcer as announcing
 from kvrelay.kvstore.announcer import Announcer
-from kvrelay.kvstore.block import BlockInfo
 from kvrelay.kvstore.index import Index
 from kvrelay.kvstore.location import MAX_LOCATIONS, Location, node_key, unpack
-from kvrelay.kvstore.segments import SEGMENT_BLOCKS, heads
+from kvrelay.transfer.block import BlockInfo
+from kvrelay.transfer.segments import SEGMENT_BLOCKS, heads
 from tests.fixtures_redis import RedisServer
 
 pytestmark = pytest.mark.integration

@@ -11,12 +11,12 @@ import pytest
 
 from kvrelay.common.ids import BlockId
 from kvrelay.common.layout import KvDtype
-from kvrelay.kvstore.block import BlockInfo, checksum
 from kvrelay.kvstore.policy import Lru
 from kvrelay.kvstore.tiers import objects
 from kvrelay.kvstore.tiers.base import Corrupt, Missing
 from kvrelay.kvstore.tiers.blockfile import PAGE_BYTES
 from kvrelay.kvstore.tiers.objects import ObjectTier, S3Access, block_key, parse_key
+from kvrelay.transfer.block import BlockInfo, checksum
 from tests.kvstore.blocks import make_block, read, until
 from tests.kvstore.faulty_s3 import (
     KIB,

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import obstore
 import pytest
 
-from kvrelay.kvstore.block import BlockInfo
 from kvrelay.kvstore.policy import Lru, make_policy
 from kvrelay.kvstore.tiers.base import Missing
 from kvrelay.kvstore.tiers.blockfile import PAGE_BYTES
 from kvrelay.kvstore.tiers.objects import ObjectTier, S3Access, object_bytes
+from kvrelay.transfer.block import BlockInfo
 from tests.kvstore.blocks import make_block, read, until
 from tests.kvstore.faulty_s3 import (
     KIB,

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from kvrelay.kvstore.block import BlockInfo
 from kvrelay.kvstore.policy import make_policy
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, TierFailed
 from kvrelay.kvstore.tiers.blockfile import PAGE_BYTES
 from kvrelay.kvstore.tiers.objects import object_bytes
+from kvrelay.transfer.block import BlockInfo
 from tests.kvstore.blocks import make_block, read, until
 from tests.kvstore.faulty_s3 import (
     OBJECT,

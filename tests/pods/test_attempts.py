@@ -3,12 +3,12 @@
 import pytest
 
 from kvrelay.common.ids import PodId, RouterId
+from kvrelay.common.pod.state import PodState
 from kvrelay.common.request import ChoiceDelta, FinishReason
 from kvrelay.common.wire import delta_from_proto
 from kvrelay.engine import messages as m
 from kvrelay.engine.fake import FakeConfig, FakeEngine
 from kvrelay.engine.pod.routes import Routes
-from kvrelay.engine.pod.state import PodState
 from tests.pods.harness import ROUTER, request
 
 pytestmark = pytest.mark.unit

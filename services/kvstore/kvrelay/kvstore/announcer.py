@@ -13,9 +13,9 @@ from redis.exceptions import RedisError
 from kvrelay.common.discovery import RetryPolicy
 from kvrelay.common.ids import BlockId, Epoch
 from kvrelay.common.tasks import end_task
-from kvrelay.kvstore.block import BlockInfo
 from kvrelay.kvstore.index import TTL_SECONDS, Entry, Index
 from kvrelay.kvstore.location import Location
+from kvrelay.transfer.block import BlockInfo
 
 log = logging.getLogger(__name__)
 

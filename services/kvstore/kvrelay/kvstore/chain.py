@@ -14,9 +14,9 @@ from typing import Protocol
 
 from kvrelay.common.ids import BlockId
 from kvrelay.common.tasks import end_task
-from kvrelay.kvstore.block import BlockInfo, checksum
 from kvrelay.kvstore.memory import MemoryTier, Slot
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, Tier, TierFailed
+from kvrelay.transfer.block import BlockInfo, checksum
 
 log = logging.getLogger(__name__)
 

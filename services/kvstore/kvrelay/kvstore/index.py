@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from kvrelay.common.discovery import COMMAND_SECONDS, connect
 from kvrelay.common.ids import BlockId
 from kvrelay.kvstore.location import MAX_LOCATIONS, RECORD_BYTES, Location, unpack
-from kvrelay.kvstore.segments import heads
+from kvrelay.transfer.segments import heads
 
 log = logging.getLogger(__name__)
 

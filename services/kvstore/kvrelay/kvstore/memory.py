@@ -11,8 +11,8 @@ import msgspec
 
 from kvrelay.common.ids import BlockId
 from kvrelay.kvstore.arena import Arena, rounded
-from kvrelay.kvstore.block import BlockInfo
 from kvrelay.kvstore.policy import Policy
+from kvrelay.transfer.block import BlockInfo
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -5,10 +5,10 @@ import asyncio
 import grpc.aio
 
 from kvrelay.common.errors import InvalidRequest, Unsupported
+from kvrelay.common.pod.state import PodState
 from kvrelay.common.rpc import answering
 from kvrelay.engine.api import EngineClient
 from kvrelay.engine.pod import steps
-from kvrelay.engine.pod.state import PodState
 from kvrelay.v1 import pod_pb2, pod_pb2_grpc
 
 STATUS_SECONDS = 1.0

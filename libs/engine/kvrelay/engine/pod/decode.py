@@ -6,11 +6,11 @@ import grpc.aio
 
 from kvrelay.common.errors import KvrelayError, NoCapacity, Unavailable
 from kvrelay.common.ids import RequestId, RouterId
+from kvrelay.common.pod.state import PodState
 from kvrelay.common.rpc import answering
 from kvrelay.common.wire import request_from_proto, ticket_to_proto
 from kvrelay.engine.api import EngineClient
 from kvrelay.engine.pod.routes import Routes
-from kvrelay.engine.pod.state import PodState
 from kvrelay.engine.pod.validate import check_id, check_request
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc
 

@@ -6,11 +6,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvrelay.common.pod.state import PodState
 from kvrelay.common.telemetry import new_registry
 from kvrelay.engine.api import EngineClient
 from kvrelay.engine.messages import EngineStats
 from kvrelay.engine.pod.routes import Routes
-from kvrelay.engine.pod.state import PodState
 
 GAUGES = {
     "num_running": "Requests in the engine's steps",

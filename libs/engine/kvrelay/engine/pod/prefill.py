@@ -5,11 +5,11 @@ import contextlib
 import grpc.aio
 
 from kvrelay.common.errors import Unavailable
+from kvrelay.common.pod.state import PodState
 from kvrelay.common.rpc import answering
 from kvrelay.common.wire import request_from_proto, ticket_from_proto
 from kvrelay.engine.api import EngineClient
 from kvrelay.engine.pod.routes import PrefillRoute, Routes
-from kvrelay.engine.pod.state import PodState
 from kvrelay.engine.pod.validate import check_request, check_ticket
 from kvrelay.v1 import prefill_pb2, prefill_pb2_grpc
 

@@ -10,12 +10,12 @@ import logging
 
 from kvrelay.common.errors import Cancelled, KvrelayError, Unavailable, error_from
 from kvrelay.common.ids import RequestId, RouterId
+from kvrelay.common.pod.state import PodState
 from kvrelay.common.request import ChoiceDelta, EngineRequest, FinishReason, PositionLogprobs
 from kvrelay.engine import messages as m
 from kvrelay.engine.api import EngineClient
 from kvrelay.engine.pod import steps
 from kvrelay.engine.pod.outbox import Outbox
-from kvrelay.engine.pod.state import PodState
 from kvrelay.v1 import decode_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,9 @@ from kvrelay.common import net
 from kvrelay.common.discovery import PodRecord, Registration
 from kvrelay.common.errors import Draining, Internal, KvrelayError
 from kvrelay.common.modelfiles import tokenizer_digest
+from kvrelay.common.pod.security import TokenInterceptor, server_credentials
+from kvrelay.common.pod.state import PodState
+from kvrelay.common.pod.web import WebApp, WebServer
 from kvrelay.common.rpc import SERVER_OPTIONS
 from kvrelay.common.tasks import end_task
 from kvrelay.common.telemetry import exposition
@@ -26,10 +29,7 @@ from kvrelay.engine.pod.engines import make_engine
 from kvrelay.engine.pod.metrics import pod_registry
 from kvrelay.engine.pod.prefill import PrefillServicer
 from kvrelay.engine.pod.routes import Routes
-from kvrelay.engine.pod.security import TokenInterceptor, server_credentials
 from kvrelay.engine.pod.settings import PodSettings
-from kvrelay.engine.pod.state import PodState
-from kvrelay.engine.pod.web import WebApp, WebServer
 from kvrelay.v1 import decode_pb2_grpc, pod_pb2_grpc, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)

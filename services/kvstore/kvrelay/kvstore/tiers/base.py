@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvrelay.common.errors import KvrelayError
 from kvrelay.common.ids import BlockId
-from kvrelay.kvstore.block import BlockInfo
+from kvrelay.transfer.block import BlockInfo
 
 
 class Missing(KvrelayError):

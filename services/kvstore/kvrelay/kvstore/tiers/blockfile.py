@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from kvrelay.common.ids import BlockId
-from kvrelay.kvstore.block import BlockInfo, checksum
+from kvrelay.transfer.block import BlockInfo, checksum
 
 PAGE_BYTES = 4096
 """Of a header, and what O_DIRECT wants buffers, offsets and lengths to be multiples of."""

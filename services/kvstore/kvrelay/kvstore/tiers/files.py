@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from kvrelay.common.ids import BlockId, new_epoch
-from kvrelay.kvstore.block import BlockInfo
 from kvrelay.kvstore.policy import Policy
 from kvrelay.kvstore.tiers import blockfile
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, TierFailed
 from kvrelay.kvstore.tiers.blockfile import Claim, occupied_bytes
+from kvrelay.transfer.block import BlockInfo
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -17,9 +17,9 @@ from typing import Final
 
 import msgspec
 
-from kvrelay.kvstore.block import BlockInfo, checksum
 from kvrelay.kvstore.tiers.base import Corrupt
 from kvrelay.kvstore.tiers.blockfile import ID_BYTES, PAGE_BYTES, Damaged, decode_header
+from kvrelay.transfer.block import BlockInfo, checksum
 
 KEY_VERSION: Final = "1"
 NAME_MAX_CHARS: Final = 240

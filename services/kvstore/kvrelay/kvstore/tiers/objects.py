@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 
 from kvrelay.common.ids import BlockId
 from kvrelay.common.tasks import end_task
-from kvrelay.kvstore.block import BlockInfo
 from kvrelay.kvstore.policy import Policy
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, TierFailed
 from kvrelay.kvstore.tiers.blockfile import ID_BYTES, encode_header
 from kvrelay.kvstore.tiers.bucket import MAX_PAUSE_S, Breaker, Bucket, Refused, S3Access, Sleep, now, short
 from kvrelay.kvstore.tiers.objectkey import block_key, object_bytes, parse_key, verify
+from kvrelay.transfer.block import BlockInfo
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any  # ASGI's own types
 
 import uvicorn
 
+from kvrelay.common.pod.state import PodState
 from kvrelay.common.telemetry import METRICS_TYPE
-from kvrelay.engine.pod.state import PodState
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
