@@ -114,7 +114,8 @@ class Announcer:
             except (RedisError, OSError) as error:
                 failures += 1
                 self.failures += 1
-                log.warning("the index could not be told of %d blocks: %s", len(self._pending), error)
+                if failures == 1:
+                    log.warning("the index cannot be told of %d blocks, trying on: %s", len(self._pending), error)
                 await asyncio.sleep(self._retry.delay(failures))
                 continue
             if not self._pending and self._repeat is None:

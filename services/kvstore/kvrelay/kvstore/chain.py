@@ -20,6 +20,8 @@ from kvrelay.transfer.block import BlockInfo, checksum
 
 log = logging.getLogger(__name__)
 
+ROOM_SECONDS = 1.0
+"""For which a block that comes up waits for room."""
 SPARE_BYTES = 16 << 10
 """What a tier may take for a block beside its bytes."""
 
@@ -53,6 +55,8 @@ class Chain:
         self._listener = listener
         self._promoting: dict[BlockId, asyncio.Task[Slot | None]] = {}
         self._full = asyncio.Event()
+        self._roomier = asyncio.Event()
+        """Something of memory has been let go."""
         self._idle = asyncio.Event()
         """Nothing goes down from memory now."""
         self._high_share = HIGH_SHARE
@@ -119,11 +123,8 @@ class Chain:
 
     def begin(self, info: BlockInfo) -> Slot | None:
         """Room in memory for a block to be written; None where it is here already, or there is no room now. Nothing waits."""
-        while (slot := self.memory.allocate(info)) is None:
-            if info.id in self.memory or self.memory.is_writing(info.id) or not self._drop_one(info.id):
-                self.counters.refused += info.id not in self.memory and not self.memory.is_writing(info.id)
-                return None
-        self._look()
+        slot = self._allocate(info)
+        self.counters.refused += slot is None and not self._has(info.id)
         return slot
 
     def commit(self, slot: Slot, checksum: int) -> None:
@@ -133,6 +134,7 @@ class Chain:
 
     def give_up(self, slot: Slot) -> None:
         self.memory.give_up(slot)
+        self._roomier.set()
 
     # Read.
 
@@ -158,6 +160,7 @@ class Chain:
 
     def release(self, slot: Slot) -> None:
         self.memory.unpin(slot)
+        self._roomier.set()
 
     async def remove(self, block_id: BlockId) -> None:
         """From all tiers."""
@@ -188,9 +191,9 @@ class Chain:
             info = level.tier.find(block_id) if level.healthy else None
             if info is None:
                 continue
-            slot = self.begin(info)
+            slot = await self._room_for(info)
             if slot is None:
-                return None  # no room, or another has just begun to write it
+                return None
             whole = False
             try:
                 whole = await self._read(level, slot)
@@ -201,6 +204,18 @@ class Chain:
                 self.commit(slot, info.checksum)
                 return slot
         return None
+
+    async def _room_for(self, info: BlockInfo) -> Slot | None:
+        """In memory, waited for: others' blocks may have to go down first. None where it takes too long, or another writes the block."""
+        try:
+            async with asyncio.timeout(ROOM_SECONDS):
+                while (slot := self._allocate(info)) is None and not self._has(info.id):
+                    self._roomier.clear()
+                    await self._roomier.wait()
+                return slot
+        except TimeoutError:
+            self.counters.refused += 1
+            return None
 
     async def _read(self, level: Level, slot: Slot) -> bool:
         started = time.monotonic()
@@ -244,6 +259,16 @@ class Chain:
 
     # Make room.
 
+    def _has(self, block_id: BlockId) -> bool:
+        return block_id in self.memory or self.memory.is_writing(block_id)
+
+    def _allocate(self, info: BlockInfo) -> Slot | None:
+        while (slot := self.memory.allocate(info)) is None:
+            if self._has(info.id) or not self._drop_one(info.id):
+                return None
+        self._look()
+        return slot
+
     @property
     def _is_full(self) -> bool:
         return self.memory.used_bytes > self._high_share * self.memory.limit_bytes
@@ -271,6 +296,7 @@ class Chain:
         self.counters.evictions += 1
         self.counters.dropped += not self._below(victim.info.id)
         self.memory.evict(victim.info.id)
+        self._roomier.set()
         self.moved(victim.info)
 
     async def _sink_memory(self) -> None:

@@ -294,6 +294,9 @@ class Session:
         self._released.set()
 
     def _begin(self, info: BlockInfo) -> int:
+        found = self._chain.find(info.id)
+        if found is not None and self.reads(found[0]):
+            return -1
         limit = WRITING_SHARE * self._chain.memory.limit_bytes
         if self.leaving or (self._writing and self._writing_bytes + info.size > limit):
             return -1
