@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvrelay.common.ids import BlockId
+from kvrelay.kvstore.arena import rounded
 from kvrelay.kvstore.chain import Chain
 from kvrelay.kvstore.memory import Slot
 from kvrelay.transfer.block import BlockInfo
@@ -76,7 +77,7 @@ class Loading:
             if found is None or not self._reader.reads(found[0]):
                 self._rest.clear()
                 return
-            size = found[0].size
+            size = rounded(found[0].size)
             if not self._reader.fits(self._ahead_bytes, size):
                 return
             coming = self._chain.take(block_id) or asyncio.create_task(self._chain.load(block_id))

@@ -16,6 +16,7 @@ import msgspec
 from kvrelay.common.errors import InvalidRequest, Overloaded
 from kvrelay.common.ids import BlockId, Fingerprint, PodId
 from kvrelay.common.layout import KvDtype
+from kvrelay.kvstore.arena import rounded
 from kvrelay.kvstore.chain import Chain
 from kvrelay.kvstore.loading import Loading
 from kvrelay.kvstore.memory import Slot
@@ -122,6 +123,11 @@ class Session:
     @property
     def num_loads(self) -> int:
         return len(self._loads)
+
+    @property
+    def num_replies(self) -> int:
+        """Not sent yet."""
+        return len(self._replies)
 
     # What the pod asks.
 
@@ -244,7 +250,7 @@ class Session:
 
     def fits(self, ahead_bytes: int, num_bytes: int) -> bool:
         held = self.pinned_bytes + ahead_bytes
-        return not held or held + num_bytes <= PINNED_SHARE * self._chain.memory.limit_bytes
+        return not held or held + rounded(num_bytes) <= PINNED_SHARE * self._chain.memory.limit_bytes
 
     async def let_go(self) -> None:
         self._released.clear()
@@ -259,7 +265,7 @@ class Session:
         _, count = self._pins.get(slot.offset, (slot, 0))
         self._pins[slot.offset] = slot, count + 1
         self.num_pins += 1
-        self.pinned_bytes += slot.info.size
+        self.pinned_bytes += rounded(slot.info.size)
         self._loaded(call).slots.append(slot)
 
     def _loaded(self, call: int) -> Loaded:
@@ -288,7 +294,7 @@ class Session:
         else:
             self._pins[offset] = slot, pins - count
         self.num_pins -= count
-        self.pinned_bytes -= count * slot.info.size
+        self.pinned_bytes -= count * rounded(slot.info.size)
         for _ in range(count):
             self._chain.release(slot)
         self._released.set()
@@ -298,18 +304,18 @@ class Session:
         if found is not None and self.reads(found[0]):
             return -1
         limit = WRITING_SHARE * self._chain.memory.limit_bytes
-        if self.leaving or (self._writing and self._writing_bytes + info.size > limit):
+        if self.leaving or (self._writing and self._writing_bytes + rounded(info.size) > limit):
             return -1
         slot = self._chain.begin(info)
         if slot is None:
             return -1
         self._writing[slot.offset] = slot
-        self._writing_bytes += info.size
+        self._writing_bytes += rounded(info.size)
         return slot.offset
 
     def _written(self, offset: int) -> Slot:
         slot = self._writing.pop(offset)
-        self._writing_bytes -= slot.info.size
+        self._writing_bytes -= rounded(slot.info.size)
         return slot
 
 
