@@ -44,6 +44,9 @@ EDGE = {
     "router/grpcfront/health.py",
     "router/grpcfront/inference.py",
     "cli/inspection.py",
+    "kvstore/server.py",
+    "kvstore/servicer.py",
+    "kvstore/wire.py",
 }
 TORCH_FREE = [
     "kvrelay.common",

@@ -183,8 +183,8 @@ class TestAnnouncer:
     async def test_changes_reach_the_index(self, redis_server: RedisServer) -> None:
         ids, holder = chain(3), Holder()
         async with opened(redis_server) as index:
-            announcer = Announcer(index, 7, new_epoch(), holder, QUICK)
-            announcer.start()
+            announcer = Announcer(index, 7, new_epoch(), QUICK)
+            announcer.start(holder)
             for info in infos(ids):
                 announcer.stored(info, "cpu")
             await until(lambda: self._tiers(index, ids, ["cpu"] * 3))
@@ -199,8 +199,8 @@ class TestAnnouncer:
         ids = chain(1300)  # several batches
         holder = Holder(infos(ids))
         async with opened(redis_server) as index:
-            announcer = Announcer(index, 7, new_epoch(), holder, QUICK)
-            announcer.start()
+            announcer = Announcer(index, 7, new_epoch(), QUICK)
+            announcer.start(holder)
             await until(lambda: self._tiers(index, ids, ["cpu"] * 1300))
             if how == "flush":
                 redis_server.command("FLUSHALL")
@@ -218,8 +218,8 @@ class TestAnnouncer:
         ids = chain(2000)
         holder = Holder(infos(ids))
         async with opened(redis_server) as index:
-            announcer = Announcer(index, 7, new_epoch(), holder, QUICK)
-            announcer.start()
+            announcer = Announcer(index, 7, new_epoch(), QUICK)
+            announcer.start(holder)
             await until(lambda: self._tiers(index, ids[:512], ["cpu"] * 512))
             for info in infos(ids)[1000:]:
                 del holder.blocks[info.id]
@@ -233,8 +233,8 @@ class TestAnnouncer:
     async def test_entries_are_refreshed(self, redis_server: RedisServer) -> None:
         ids = chain(1)
         async with opened(redis_server) as index:
-            announcer = Announcer(index, 7, new_epoch(), Holder(infos(ids)), QUICK, refresh_seconds=0.05)
-            announcer.start()
+            announcer = Announcer(index, 7, new_epoch(), QUICK, refresh_seconds=0.05)
+            announcer.start(Holder(infos(ids)))
             await until(lambda: self._tiers(index, ids, ["cpu"]))
             await index._redis.expire(index.key(ids[0], ids[0]), 1000)
 
@@ -249,9 +249,9 @@ class TestAnnouncer:
         ids = chain(50)
         holder = Holder()
         async with opened(redis_server) as index:
-            announcer = Announcer(index, 7, new_epoch(), holder, QUICK)
+            announcer = Announcer(index, 7, new_epoch(), QUICK)
             redis_server.kill()
-            announcer.start()
+            announcer.start(holder)
             for info in infos(ids):
                 holder.blocks[info.id] = (info, "cpu")
                 announcer.stored(info, "cpu")

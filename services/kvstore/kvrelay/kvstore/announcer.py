@@ -45,14 +45,12 @@ class Announcer:
         index: Index,
         node: int,
         epoch: Epoch,
-        holdings: Holdings,
         retry: RetryPolicy = RETRY,
         refresh_seconds: float = REFRESH_SECONDS,
     ) -> None:
         self._index = index
         self._node = node
         self._epoch = epoch
-        self._holdings = holdings
         self._retry = retry
         self._refresh_seconds = refresh_seconds
         self._pending: dict[Entry, Location | None] = {}
@@ -60,7 +58,8 @@ class Announcer:
         self._mark = b""
         self._repeat: Iterator[BlockId] | None = None
         """Blocks that are still to be said again, as they are by then."""
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
+        """Ends only by `stop`, or by a fault of ours."""
         self.failures = 0
 
     def stored(self, info: BlockInfo, tier: str) -> None:
@@ -71,12 +70,13 @@ class Announcer:
         """The node has the block in no tier any more."""
         self._note((info.head, info.id), None)
 
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="announcer")
+    def start(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self.task = asyncio.create_task(self._run(), name="announcer")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            await end_task(self._task)
+        if self.task is not None:
+            await end_task(self.task)
 
     @property
     def backlog(self) -> int:
@@ -114,7 +114,8 @@ class Announcer:
             except (RedisError, OSError) as error:
                 failures += 1
                 self.failures += 1
-                log.warning("the index could not be told of %d blocks: %s", len(self._pending), error)
+                if failures == 1:
+                    log.warning("the index cannot be told of %d blocks, trying on: %s", len(self._pending), error)
                 await asyncio.sleep(self._retry.delay(failures))
                 continue
             if not self._pending and self._repeat is None:

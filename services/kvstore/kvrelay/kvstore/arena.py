@@ -1,5 +1,6 @@
 """The CPU tier's memory: one shared mapping that the pods of the node read and write, and who has which part of it."""
 
+import fcntl
 import mmap
 import os
 from bisect import bisect_left, insort
@@ -12,7 +13,7 @@ class Arena:
     """A file of `size` bytes in a memory file system, mapped. Parts are whole pages, first fit; neighbours that are free become one.
 
     Of blocks of one size none is lost between them. The file is gone with the last process that has it mapped: its name is taken away
-    by `close`, and by the next arena of the same path, whose predecessor was killed.
+    by `close`, and by the next arena of the same path, whose predecessor was killed. While it is mapped here it is locked (`flock`).
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -22,6 +23,7 @@ class Arena:
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the mapping keeps it
             os.posix_fallocate(descriptor, 0, self.size)
             self._map = mmap.mmap(descriptor, self.size)
         except (OSError, ValueError):

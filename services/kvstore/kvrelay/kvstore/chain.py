@@ -8,24 +8,22 @@ for nothing. A tier that fails is left alone for a while: what would go there is
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvrelay.common.ids import BlockId
 from kvrelay.common.tasks import end_task
+from kvrelay.kvstore.level import HIGH_SHARE, Counters, Level
 from kvrelay.kvstore.memory import MemoryTier, Slot
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, Tier, TierFailed
 from kvrelay.transfer.block import BlockInfo, checksum
 
 log = logging.getLogger(__name__)
 
-HIGH_SHARE = 0.9
-"""Of a tier's limit, above which its coldest blocks go down."""
+ROOM_SECONDS = 1.0
+"""For which a block that comes up waits for room."""
 SPARE_BYTES = 16 << 10
 """What a tier may take for a block beside its bytes."""
-COOL_SECONDS = 5.0
-"""For which a tier that failed is left alone."""
 
 
 class Sinking(Tier, Protocol):
@@ -46,58 +44,6 @@ class Listener(Protocol):
     def removed(self, info: BlockInfo) -> None: ...
 
 
-@dataclass(slots=True)
-class Counters:
-    """Of one tier; bytes of blocks, seconds of calls."""
-
-    hits: int = 0
-    misses: int = 0
-    corrupt: int = 0
-    failures: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    seconds_reading: float = 0.0
-    seconds_writing: float = 0.0
-    evictions: int = 0
-    dropped: int = 0
-    """Evicted with nowhere to go."""
-    refused: int = 0
-    """Not stored, for want of room."""
-
-
-@dataclass(slots=True)
-class Level:
-    """A tier below memory, and how it has been of late."""
-
-    tier: Tier
-    counters: Counters = field(default_factory=Counters)
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
-    """Something was written there, or is to be."""
-    shrunk: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its sink has made room."""
-    wanted_bytes: int = 0
-    """For a block that waits for room."""
-    failed_until: float = 0.0
-    reason: str = ""
-
-    @property
-    def healthy(self) -> bool:
-        return time.monotonic() >= self.failed_until
-
-    @property
-    def is_full(self) -> bool:
-        """Its coldest blocks have to go down."""
-        used, limit = self.tier.used_bytes, self.tier.limit_bytes
-        return used > HIGH_SHARE * limit or used + self.wanted_bytes > limit
-
-    def failed(self, error: TierFailed) -> None:
-        if self.healthy:
-            log.warning("the %s tier is left alone for %g s: %s", self.tier.name, COOL_SECONDS, error.message)
-        self.counters.failures += 1
-        self.failed_until = time.monotonic() + COOL_SECONDS
-        self.reason = error.message
-
-
 class Chain:
     """Calls are for one event loop. `levels` are the tiers below memory, the nearest first."""
 
@@ -109,6 +55,11 @@ class Chain:
         self._listener = listener
         self._promoting: dict[BlockId, asyncio.Task[Slot | None]] = {}
         self._full = asyncio.Event()
+        self._roomier = asyncio.Event()
+        """Something of memory has been let go."""
+        self._idle = asyncio.Event()
+        """Nothing goes down from memory now."""
+        self._high_share = HIGH_SHARE
         self._sinks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
@@ -125,6 +76,19 @@ class Chain:
         for upper, lower in zip(self.levels, self.levels[1:], strict=False):
             self._sinks.append(asyncio.create_task(self._sink(upper, lower), name=f"sink {upper.tier.name}"))
 
+    @property
+    def sinks(self) -> Sequence[asyncio.Task[None]]:
+        """They end only by `close`, or by a fault of ours."""
+        return tuple(self._sinks)
+
+    async def flush(self) -> None:
+        """Before the end: what is in memory and not pinned goes down, as long as a tier takes it. The caller bounds it."""
+        if self._next() is not None:
+            self._high_share = 0.0
+            self._idle.clear()
+            self._full.set()
+            await self._idle.wait()
+
     async def close(self) -> None:
         for task in (*self._sinks, *self._promoting.values()):
             await end_task(task)
@@ -133,8 +97,13 @@ class Chain:
 
     # What is here.
 
-    def ids(self) -> Iterable[BlockId]:
-        return self.memory.ids()
+    def ids(self) -> list[BlockId]:
+        """Of what is in any tier that is not left alone, each once."""
+        known = dict.fromkeys(self.memory.ids())
+        for level in self.levels:
+            if level.healthy:
+                known.update(dict.fromkeys(level.tier.ids()))
+        return list(known)
 
     def find(self, block_id: BlockId) -> tuple[BlockInfo, str] | None:
         """The block and its highest tier."""
@@ -145,15 +114,17 @@ class Chain:
                 return info, level.tier.name
         return None
 
+    def seconds(self, tier: str, num_bytes: int) -> float:
+        """That it takes to bring so much of a tier into memory, as it has been of late."""
+        paces = (level.pace for level in self.levels if level.tier.name == tier)
+        return sum(num_bytes / pace.bytes_per_second for pace in paces)
+
     # Write.
 
     def begin(self, info: BlockInfo) -> Slot | None:
         """Room in memory for a block to be written; None where it is here already, or there is no room now. Nothing waits."""
-        while (slot := self.memory.allocate(info)) is None:
-            if info.id in self.memory or self.memory.is_writing(info.id) or not self._drop_one(info.id):
-                self.counters.refused += info.id not in self.memory and not self.memory.is_writing(info.id)
-                return None
-        self._look()
+        slot = self._allocate(info)
+        self.counters.refused += slot is None and not self._has(info.id)
         return slot
 
     def commit(self, slot: Slot, checksum: int) -> None:
@@ -163,12 +134,21 @@ class Chain:
 
     def give_up(self, slot: Slot) -> None:
         self.memory.give_up(slot)
+        self._roomier.set()
 
     # Read.
 
+    def take(self, block_id: BlockId) -> Slot | None:
+        """The block, pinned, where it is in memory already."""
+        slot = self.memory.pin(block_id)
+        if slot is not None:
+            self.counters.hits += 1
+            self.counters.bytes_read += slot.info.size
+        return slot
+
     async def load(self, block_id: BlockId) -> Slot | None:
         """The block in memory, pinned, brought there if need be; None for a miss. Several who ask at once share one reading."""
-        while (slot := self.memory.pin(block_id)) is None:
+        while (slot := self.take(block_id)) is None:
             promoting = self._promoting.get(block_id)
             if promoting is None:
                 promoting = self._promoting[block_id] = asyncio.create_task(self._promote(block_id))
@@ -176,12 +156,11 @@ class Chain:
             if await asyncio.shield(promoting) is None:
                 self.counters.misses += 1
                 return None
-        self.counters.hits += 1
-        self.counters.bytes_read += slot.info.size
         return slot
 
     def release(self, slot: Slot) -> None:
         self.memory.unpin(slot)
+        self._roomier.set()
 
     async def remove(self, block_id: BlockId) -> None:
         """From all tiers."""
@@ -196,10 +175,15 @@ class Chain:
         with self.memory.data(slot) as data:
             whole = checksum(slot.info, data) == slot.info.checksum
         if not whole:
-            self.counters.corrupt += 1
-            self.memory.remove(slot.info.id)
-            self._moved(slot.info)
+            self.distrust(slot)
         return whole
+
+    def distrust(self, slot: Slot) -> None:
+        """A pinned block's bytes are not what was committed: it is in memory no more. Below it may lie whole."""
+        self.counters.corrupt += 1
+        if self.memory.holds(slot):
+            self.memory.remove(slot.info.id)
+            self.moved(slot.info)
 
     async def _promote(self, block_id: BlockId) -> Slot | None:
         """From the nearest tier that has the block whole."""
@@ -207,18 +191,36 @@ class Chain:
             info = level.tier.find(block_id) if level.healthy else None
             if info is None:
                 continue
-            slot = self.begin(info)
+            slot = await self._room_for(info)
             if slot is None:
-                return None  # no room, or another has just begun to write it
-            if await self._read(level, slot):
+                return None
+            whole = False
+            try:
+                whole = await self._read(level, slot)
+            finally:  # cancelled as well: the tier writes no more into it
+                if not whole:
+                    self.give_up(slot)
+            if whole:
                 self.commit(slot, info.checksum)
                 return slot
-            self.give_up(slot)
         return None
+
+    async def _room_for(self, info: BlockInfo) -> Slot | None:
+        """In memory, waited for: others' blocks may have to go down first. None where it takes too long, or another writes the block."""
+        try:
+            async with asyncio.timeout(ROOM_SECONDS):
+                while (slot := self._allocate(info)) is None and not self._has(info.id):
+                    self._roomier.clear()
+                    await self._roomier.wait()
+                return slot
+        except TimeoutError:
+            self.counters.refused += 1
+            return None
 
     async def _read(self, level: Level, slot: Slot) -> bool:
         started = time.monotonic()
         whole = False
+        level.pace.begin(started)
         try:
             with self.memory.data(slot) as data:
                 await level.tier.get(slot.info.id, data)
@@ -232,9 +234,12 @@ class Chain:
             log.warning("a block of the %s tier is corrupt: %s", level.tier.name, error.message)
         except TierFailed as error:
             level.failed(error)
-        level.counters.seconds_reading += time.monotonic() - started
+        finally:
+            ended = time.monotonic()
+            level.counters.seconds_reading += ended - started
+            level.pace.end(ended, slot.info.size if whole else 0)
         if not whole:
-            self._moved(slot.info)
+            self.moved(slot.info)
         return whole
 
     async def _forget(self, level: Level, info: BlockInfo) -> None:
@@ -242,9 +247,9 @@ class Chain:
             await level.tier.remove(info.id)
         except TierFailed as error:
             level.failed(error)
-        self._moved(info)
+        self.moved(info)
 
-    def _moved(self, info: BlockInfo) -> None:
+    def moved(self, info: BlockInfo) -> None:
         """A tier has got or lost the block: where it lies now, if anywhere, is news."""
         found = self.find(info.id)
         if found is None:
@@ -254,8 +259,22 @@ class Chain:
 
     # Make room.
 
+    def _has(self, block_id: BlockId) -> bool:
+        return block_id in self.memory or self.memory.is_writing(block_id)
+
+    def _allocate(self, info: BlockInfo) -> Slot | None:
+        while (slot := self.memory.allocate(info)) is None:
+            if self._has(info.id) or not self._drop_one(info.id):
+                return None
+        self._look()
+        return slot
+
+    @property
+    def _is_full(self) -> bool:
+        return self.memory.used_bytes > self._high_share * self.memory.limit_bytes
+
     def _look(self) -> None:
-        if self.levels and self.memory.used_bytes > HIGH_SHARE * self.memory.limit_bytes:
+        if self.levels and self._is_full:
             self._full.set()
 
     def _drop_one(self, incoming: BlockId) -> bool:
@@ -277,13 +296,14 @@ class Chain:
         self.counters.evictions += 1
         self.counters.dropped += not self._below(victim.info.id)
         self.memory.evict(victim.info.id)
-        self._moved(victim.info)
+        self._roomier.set()
+        self.moved(victim.info)
 
     async def _sink_memory(self) -> None:
         while True:
             await self._full.wait()
             self._full.clear()
-            while self.memory.used_bytes > HIGH_SHARE * self.memory.limit_bytes:
+            while self._is_full:
                 victim = self.memory.coldest(BlockId(bytes(16)))
                 if victim is None:
                     break  # all is pinned or being written; `begin` looks again
@@ -292,6 +312,7 @@ class Chain:
                     self._leave(victim)
                 else:
                     await self._demote(victim, level)
+            self._idle.set()
 
     async def _demote(self, victim: Slot, level: Level) -> None:
         victim.pins += 1
@@ -316,11 +337,11 @@ class Chain:
         level.counters.seconds_writing += time.monotonic() - started
         level.counters.bytes_written += info.size
         level.grown.set()
-        self._moved(info)
+        self.moved(info)
         for gone in evicted:
             level.counters.evictions += 1
             level.counters.dropped += self.find(gone.id) is None
-            self._moved(gone)
+            self.moved(gone)
 
     async def _room_below(self, level: Level, info: BlockInfo) -> None:
         """Waits until the level's own sink has made room: a tier that must evict by itself loses what it evicts."""
@@ -358,6 +379,6 @@ class Chain:
                     pass
                 except TierFailed as error:
                     upper.failed(error)
-                self._moved(victim)
+                self.moved(victim)
                 upper.shrunk.set()
             upper.shrunk.set()

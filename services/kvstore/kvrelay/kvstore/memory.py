@@ -34,6 +34,7 @@ class MemoryTier:
         self._policy = policy
         self._slots: dict[BlockId, Slot] = {}
         self._writing: dict[BlockId, Slot] = {}
+        self._doomed: set[Slot] = set()
 
     @property
     def used_bytes(self) -> int:
@@ -51,6 +52,14 @@ class MemoryTier:
 
     def ids(self) -> list[BlockId]:
         return list(self._slots)
+
+    @property
+    def num_writing(self) -> int:
+        return len(self._writing)
+
+    def slots(self) -> list[Slot]:
+        """All that the arena has parts for."""
+        return [*self._slots.values(), *self._writing.values(), *self._doomed]
 
     def holds(self, slot: Slot) -> bool:
         """The slot is that of a block that can be found."""
@@ -100,6 +109,7 @@ class MemoryTier:
     def unpin(self, slot: Slot) -> None:
         slot.pins -= 1
         if slot.doomed and not slot.pins:
+            self._doomed.remove(slot)
             self.arena.free(slot.offset)
 
     # Leaving.
@@ -122,6 +132,7 @@ class MemoryTier:
         self._policy.removed(block_id)
         if slot.pins:
             slot.doomed = True
+            self._doomed.add(slot)
         else:
             self.arena.free(slot.offset)
 

@@ -44,3 +44,13 @@ def server_credentials(cert: Path, key: Path, ca: Path | None) -> grpc.ServerCre
     except OSError as error:
         raise Internal(f"cannot read {error.filename}: {error.strerror}") from error
     return grpc.ssl_server_credentials([pair], root_certificates=roots, require_client_auth=ca is not None)
+
+
+def bind(server: grpc.aio.Server, address: str, cert: Path | None, key: Path | None, ca: Path | None) -> int:
+    """Listens at the address, over TLS where there are a certificate and its key. The port. Raises Internal."""
+    try:
+        if cert is None or key is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, server_credentials(cert, key, ca))
+    except RuntimeError as error:
+        raise Internal(f"cannot listen on {address}: {error}") from error

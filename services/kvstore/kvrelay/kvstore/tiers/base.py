@@ -36,6 +36,14 @@ class Tier(Protocol):
         """Makes the tier ready, and gives what is in it from before. Raises TierFailed."""
         ...
 
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        ...
+
+    def ids(self) -> Iterable[BlockId]:
+        """Of all blocks that can be found, as they are at the moment of the call."""
+        ...
+
     def find(self, block_id: BlockId) -> BlockInfo | None:
         """Without touching the medium."""
         ...

@@ -89,6 +89,12 @@ class FileTier:
     def used_bytes(self) -> int:
         return self._used
 
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def ids(self) -> list[BlockId]:
+        return list(self._blocks)
+
     def find(self, block_id: BlockId) -> BlockInfo | None:
         block = self._blocks.get(block_id)
         return block.info if block else None

@@ -193,6 +193,12 @@ class ObjectTier:
         """Where in the bucket this tier keeps the block: for another node's `get_at`."""
         return block_key(self.prefix, info)
 
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def ids(self) -> list[BlockId]:
+        return list(self._index)
+
     def find(self, block_id: BlockId) -> BlockInfo | None:
         return self._index.get(block_id)
 

@@ -1,0 +1,91 @@
+"""The tiers that the settings ask for."""
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+from kvrelay.common.errors import Internal
+from kvrelay.common.ids import Epoch
+from kvrelay.kvstore import settings as options
+from kvrelay.kvstore.arena import Arena
+from kvrelay.kvstore.policy import make_policy
+from kvrelay.kvstore.settings import KvStoreSettings
+from kvrelay.kvstore.tiers.base import Tier
+from kvrelay.kvstore.tiers.bucket import S3Access
+from kvrelay.kvstore.tiers.files import FileTier
+from kvrelay.kvstore.tiers.objects import ObjectTier
+
+_EPOCH = 16 * "[0-9a-f]"
+
+
+def make_arena(settings: KvStoreSettings, epoch: Epoch) -> Arena:
+    """Of this process alone: its file's name has the epoch. Files of the node's former lives go. Takes seconds where it is large.
+
+    Raises Internal where there is no room, or another process is this node.
+    """
+    stem = f"kvrelay-{settings.cluster}-{settings.node}"
+    for former in settings.arena_directory.glob(f"{stem}.{_EPOCH}.arena"):
+        _take_away(former, settings.node)
+    path = settings.arena_directory / f"{stem}.{epoch}.arena"
+    size = settings.tiers[0].bytes
+    try:
+        return Arena(path, size)
+    except OSError as error:
+        raise Internal(f"{path}: no {size} bytes of shared memory: {error.strerror or error}") from error
+
+
+def _take_away(former: Path, node: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(former, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            former.unlink()
+        except BlockingIOError:
+            raise Internal(f"another process is node {node}: {former} is in use") from None
+        finally:
+            os.close(descriptor)
+
+
+def make_tiers(settings: KvStoreSettings) -> list[Tier]:
+    """Those below memory, not opened. Raises Internal where one cannot be as it is set."""
+    return [_make_tier(tier, settings.node) for tier in settings.tiers[1:]]
+
+
+def _make_tier(tier: options.AnyTier, node: str) -> Tier:
+    policy = make_policy(tier.policy, tier.bytes)
+    if isinstance(tier, options.FileTier):
+        return FileTier(
+            tier.directory,
+            tier.bytes,
+            policy,
+            direct=tier.direct,
+            threads=tier.threads,
+            timeout_s=tier.timeout_seconds,
+        )
+    assert isinstance(tier, options.S3Tier), "there is one cpu tier, the first"
+    try:
+        return ObjectTier(
+            f"s3://{tier.bucket}/{tier.prefix}",
+            tier.bytes,
+            policy,
+            access=_access(tier),
+            prefix=node,
+            concurrency=tier.concurrency,
+            time_budget_s=tier.timeout_seconds,
+            multipart_bytes=tier.multipart_bytes,
+        )
+    except ValueError as error:
+        raise Internal(f"the s3 tier: {error}") from error
+
+
+def _access(tier: options.S3Tier) -> S3Access:
+    return S3Access(
+        endpoint=tier.endpoint,
+        region=tier.region,
+        access_key_id=tier.credential("access_key_id"),
+        secret_access_key=tier.credential("secret_access_key"),
+        session_token=tier.credential("session_token"),
+        virtual_hosted=tier.virtual_hosted,
+        upload_checksum=None if tier.upload_checksum == "none" else tier.upload_checksum,
+    )

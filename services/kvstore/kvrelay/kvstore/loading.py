@@ -1,0 +1,106 @@
+"""Blocks of a chain brought into memory in order, several at once."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from kvrelay.common.ids import BlockId
+from kvrelay.kvstore.arena import rounded
+from kvrelay.kvstore.chain import Chain
+from kvrelay.kvstore.memory import Slot
+from kvrelay.transfer.block import BlockInfo
+
+AHEAD_BLOCKS = 32
+"""That a load has under way, or in hand, before the one that comes next."""
+TURN_BLOCKS = 256
+"""After which others get their turn: what memory has comes without any wait."""
+
+
+class Reader(Protocol):
+    """For whom blocks are loaded."""
+
+    def reads(self, info: BlockInfo) -> bool: ...
+
+    def fits(self, ahead_bytes: int, num_bytes: int) -> bool:
+        """It may hold a block of `num_bytes` beside what it holds and the `ahead_bytes` that come before. One block always fits
+        who holds nothing."""
+        ...
+
+    async def let_go(self) -> None:
+        """Returns when it holds less."""
+        ...
+
+
+class _Ahead(NamedTuple):
+    coming: Slot | asyncio.Task[Slot | None]
+    size: int
+
+
+class Loading:
+    """Of the blocks `ids`, up to the first that cannot be had or read. `give` hands a block and a pin of it over; before, both are
+    the loading's own."""
+
+    def __init__(self, chain: Chain, ids: Sequence[BlockId], reader: Reader, give: Callable[[Slot], None]) -> None:
+        self._chain = chain
+        self._reader = reader
+        self._give = give
+        self._rest = deque(ids)
+        self._ahead: deque[_Ahead] = deque()
+        self._ahead_bytes = 0
+
+    async def run(self) -> None:
+        """Cancelled, it lets go what was not given."""
+        num_given = 0
+        try:
+            while self._ahead or self._rest:
+                self._look_ahead()
+                if not self._ahead:
+                    if self._rest:
+                        await self._reader.let_go()
+                    continue
+                slot = await self._following()
+                if slot is None:
+                    return
+                self._give(slot)
+                num_given += 1
+                if num_given % TURN_BLOCKS == 0:
+                    await asyncio.sleep(0)
+        finally:
+            for ahead in self._ahead:
+                self._drop(ahead.coming)
+
+    def _look_ahead(self) -> None:
+        while self._rest and len(self._ahead) < AHEAD_BLOCKS:
+            block_id = self._rest[0]
+            found = self._chain.find(block_id)
+            if found is None or not self._reader.reads(found[0]):
+                self._rest.clear()
+                return
+            size = rounded(found[0].size)
+            if not self._reader.fits(self._ahead_bytes, size):
+                return
+            coming = self._chain.take(block_id) or asyncio.create_task(self._chain.load(block_id))
+            self._ahead.append(_Ahead(coming, size))
+            self._ahead_bytes += size
+            self._rest.popleft()
+
+    async def _following(self) -> Slot | None:
+        coming = self._ahead[0].coming
+        slot = coming if isinstance(coming, Slot) else await coming
+        self._ahead_bytes -= self._ahead.popleft().size
+        if slot is not None and not self._reader.reads(slot.info):  # removed, and written anew by others meanwhile
+            self._chain.release(slot)
+            return None
+        return slot
+
+    def _drop(self, coming: Slot | asyncio.Task[Slot | None]) -> None:
+        if isinstance(coming, Slot):
+            self._chain.release(coming)
+        else:
+            coming.add_done_callback(self._dropped)
+            coming.cancel()
+
+    def _dropped(self, task: asyncio.Task[Slot | None]) -> None:
+        if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
+            self._chain.release(slot)

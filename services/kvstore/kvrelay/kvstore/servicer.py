@@ -1,0 +1,117 @@
+"""The KvStore service: pods' streams, and what an operator asks."""
+
+import asyncio
+
+import grpc.aio
+
+from kvrelay.common.errors import InvalidRequest
+from kvrelay.common.ids import Epoch
+from kvrelay.common.pod.state import PodState
+from kvrelay.common.rpc import answering
+from kvrelay.common.tasks import end_task
+from kvrelay.kvstore import audit, wire
+from kvrelay.kvstore.announcer import Announcer
+from kvrelay.kvstore.chain import Chain
+from kvrelay.kvstore.sessions import Session, Sessions
+from kvrelay.v1 import kvstore_pb2 as pb
+from kvrelay.v1 import kvstore_pb2_grpc
+
+LIST_BLOCKS = 1024
+"""In one message."""
+
+AttachContext = grpc.aio.ServicerContext[pb.AttachRequest, pb.AttachResponse]
+StatContext = grpc.aio.ServicerContext[pb.StatRequest, pb.StatResponse]
+ListContext = grpc.aio.ServicerContext[pb.ListRequest, pb.ListResponse]
+RemoveContext = grpc.aio.ServicerContext[pb.RemoveRequest, pb.RemoveResponse]
+VerifyContext = grpc.aio.ServicerContext[pb.VerifyRequest, pb.VerifyResponse]
+
+
+class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
+    def __init__(
+        self,
+        chain: Chain,
+        sessions: Sessions,
+        announcer: Announcer,
+        state: PodState,
+        *,
+        node_id: str,
+        epoch: Epoch,
+        version: str,
+    ) -> None:
+        self._chain = chain
+        self._sessions = sessions
+        self._announcer = announcer
+        self._state = state
+        self._node_id = node_id
+        self._epoch = epoch
+        self._version = version
+
+    async def Attach(self, requests: object, context: AttachContext) -> None:  # type: ignore[override]
+        async with answering(context):
+            self._state.check_accepting()
+            first = await context.read()
+            if not isinstance(first, pb.AttachRequest) or first.WhichOneof("kind") != "hello":
+                raise InvalidRequest("the first message must be a hello", "hello")
+            session = self._sessions.open(wire.hello_from_proto(first.hello))
+            try:
+                arena = self._chain.memory.arena
+                attached = pb.Attached(epoch=self._epoch, arena_path=str(arena.path), arena_bytes=arena.size)
+                await context.write(pb.AttachResponse(attached=attached))
+                await self._serve(session, context)
+            finally:
+                self._sessions.close(session)
+
+    async def _serve(self, session: Session, context: AttachContext) -> None:
+        """Until the pod ends the stream, or is gone."""
+        writer = asyncio.create_task(self._write(session, context), name="attach-write")
+        try:
+            while isinstance(message := await context.read(), pb.AttachRequest):
+                wire.take(session, message)
+                await session.room()
+        finally:
+            await end_task(writer)
+
+    async def _write(self, session: Session, context: AttachContext) -> None:
+        while True:
+            await context.write(wire.reply_to_proto(await session.next_reply()))
+
+    async def Stat(self, request: pb.StatRequest, context: StatContext) -> pb.StatResponse:
+        answer = pb.StatResponse()
+        async with answering(context):
+            answer.CopyFrom(self._stat())
+        return answer
+
+    def _stat(self) -> pb.StatResponse:
+        return pb.StatResponse(
+            node_id=self._node_id,
+            epoch=self._epoch,
+            version=self._version,
+            tiers=map(wire.report_to_proto, audit.tiers(self._chain)),
+            num_pods=len(self._sessions),
+            num_pins=self._sessions.num_pins,
+            num_writing=self._sessions.num_writing,
+            announcer_backlog=self._announcer.backlog,
+            violations=audit.violations(self._chain, self._sessions),
+        )
+
+    async def List(self, request: pb.ListRequest, context: ListContext) -> None:  # type: ignore[override]
+        async with answering(context):
+            ids = self._chain.ids()
+            for start in range(0, len(ids), LIST_BLOCKS):
+                held = map(self._chain.find, ids[start : start + LIST_BLOCKS])
+                blocks = [found for found in held if found is not None]
+                if request.fingerprint:
+                    blocks = [found for found in blocks if found[0].fingerprint == request.fingerprint]
+                await context.write(wire.records_to_proto(blocks))
+
+    async def Remove(self, request: pb.RemoveRequest, context: RemoveContext) -> pb.RemoveResponse:
+        answer = pb.RemoveResponse()
+        async with answering(context):
+            ids = self._chain.ids() if request.all else wire.ids_from_proto(request.ids, "ids")
+            answer.num_removed = await audit.remove(self._chain, ids)
+        return answer
+
+    async def Verify(self, request: pb.VerifyRequest, context: VerifyContext) -> None:  # type: ignore[override]
+        async with answering(context):
+            async for seen in audit.verify(self._chain):
+                await context.write(wire.verified_to_proto(seen))
