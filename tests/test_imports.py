@@ -30,6 +30,8 @@ BELOW = {
 EDGE = {
     "common/wire.py",
     "common/rpc.py",
+    "engine/connector/kvstore.py",
+    "engine/connector/session.py",
     "engine/pod/control.py",
     "engine/pod/decode.py",
     "engine/pod/prefill.py",

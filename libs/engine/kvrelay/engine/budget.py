@@ -35,6 +35,10 @@ class StepBudget:
     def expected_seconds(self, num_tokens: int) -> float:
         return self._fixed + self._each * num_tokens
 
+    def prompt_seconds(self, num_tokens: int) -> float:
+        """Of a prompt's tokens alone, in as many steps as they take."""
+        return -(-num_tokens // self.num_tokens) * self._fixed + self._each * num_tokens
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns from a step that took `seconds`."""
         expected = self.expected_seconds(num_tokens)

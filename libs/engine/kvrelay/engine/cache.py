@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrelay.common.blocks import SPAN
 from kvrelay.common.errors import Unsupported
 from kvrelay.common.ids import Fingerprint
 from kvrelay.common.layout import KvDtype, KvGroup, KvGroupKind, KvLayout
-from kvrelay.engine.convert import convert, storage
+from kvrelay.engine.convert import Bits, convert, storage
 from kvrelay.engine.models.config import ModelConfig
 
 TORCH_DTYPES = {
@@ -114,6 +115,26 @@ class KvCache:
                 converted = np.empty(rows[side].shape, self._rows.dtype)
                 convert(rows[side], dtype, converted, self.dtype)
                 self._rows[layer, side][slots] = converted
+
+    @property
+    def span_bytes(self) -> int:
+        """Of 16 tokens in all layers, as `read_span` gives them."""
+        return self._model.num_layers * SPAN * self.token_bytes
+
+    def read_span(self, slot: int, out: NDArray[np.uint8]) -> None:
+        """The 16 tokens from `slot` on, of one block, into `out` [layers, 2, 16, Hkv, D] as bytes. Uses no thread of torch's."""
+        np.copyto(self._span(out, self.dtype), self._rows[:, :, slot : slot + SPAN])
+
+    def write_span(self, slot: int, data: NDArray[np.uint8], dtype: KvDtype) -> None:
+        """What `read_span` of a cache of `dtype` gave, into the 16 slots from `slot` on."""
+        rows = self._rows[:, :, slot : slot + SPAN]
+        if dtype is self.dtype:
+            np.copyto(rows, self._span(data, dtype))
+        else:
+            convert(self._span(data, dtype), dtype, rows, self.dtype)
+
+    def _span(self, data: NDArray[np.uint8], dtype: KvDtype) -> Bits:
+        return data.view(storage(dtype)).reshape(self._model.num_layers, 2, SPAN, self._model.kv_size)
 
     def layout(self, fingerprint: Fingerprint) -> KvLayout:
         group = KvGroup(

@@ -13,7 +13,7 @@ from kvrelay.engine.sequence import Sequence, State
 def violations(manager: KvManager, scheduler: Scheduler, ledger: Ledger) -> list[str]:
     """What is wrong, in words; empty: whole. Costs about a microsecond a block and a held block."""
     sequences = list(_sequences(ledger))
-    found = list(_references(manager.pool, sequences, manager.sources))
+    found = list(_references(manager.pool, sequences, [*manager.sources, *manager.lent]))
     found += _free_blocks(manager.pool)
     found += _cache(manager.pool)
     for seq in sequences:
@@ -26,6 +26,7 @@ def _sequences(ledger: Ledger) -> Iterator[Sequence]:
     for entry in (*ledger.entries.values(), *ledger.ending.values()):
         yield from entry.sequences
     yield from ledger.doomed
+    yield from ledger.unloading
 
 
 def _references(pool: BlockPool, sequences: Iterable[Sequence], sources: Iterable[int]) -> Iterator[str]:
@@ -70,7 +71,7 @@ def _sequence(manager: KvManager, seq: Sequence) -> Iterator[str]:
 
 
 def _queues(scheduler: Scheduler, ledger: Ledger, sequences: Iterable[Sequence]) -> Iterator[str]:
-    queued = Counter([*scheduler.running, *scheduler.waiting])
+    queued = Counter([*scheduler.running, *scheduler.waiting, *scheduler.loading])
     known = set(sequences)
     for seq, count in queued.items():
         if count > 1 or seq not in known:
@@ -78,11 +79,12 @@ def _queues(scheduler: Scheduler, ledger: Ledger, sequences: Iterable[Sequence])
     for name, queue, state in (
         ("running", scheduler.running, State.RUNNING),
         ("waiting", scheduler.waiting, State.WAITING),
+        ("loading", scheduler.loading, State.LOADING),
     ):
         yield from (f"a {name} sequence is {seq.state.name}" for seq in queue if seq.state is not state)
     if any(a.rank > b.rank for a, b in zip(scheduler.waiting, scheduler.waiting[1:], strict=False)):
         yield "the queue is out of order"
     for seq in known:
-        if seq.state in (State.RUNNING, State.WAITING) and not queued[seq]:
+        if seq.state in (State.RUNNING, State.WAITING, State.LOADING) and not queued[seq]:
             yield f"choice {seq.choice} of {seq.request.request_id} is {seq.state.name} in no queue"
     yield from (f"request {key} is alive without sequences" for key, e in ledger.entries.items() if not e.sequences)

@@ -16,7 +16,7 @@ from kvrelay.common.ids import PodId, RequestId, RouterId
 from kvrelay.common.request import EngineRequest, Ticket
 from kvrelay.engine import messages as m
 from kvrelay.engine.channel import Channel, ChannelClosed
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, KvStoreOptions
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +37,9 @@ class AsyncEngine:
     The process ends with this one: its end of the socket closes. If it dies, `dead` is set and `outputs` ends.
     """
 
-    def __init__(self, config: EngineConfig, pod_id: PodId) -> None:
+    def __init__(self, config: EngineConfig, pod_id: PodId, kvstore: KvStoreOptions | None = None) -> None:
         self._config = config
+        self._kvstore = kvstore
         self._pod_id = pod_id
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count(1)
@@ -82,7 +83,7 @@ class AsyncEngine:
                 env={**os.environ, "OMP_NUM_THREADS": str(self._threads())},
             )
         self._channel = await Channel.open(ours, msgspec.msgpack.Decoder(m.FromEngine))
-        self._channel.send(m.Start(config=self._config.to_wire(), pod_id=self._pod_id))
+        self._channel.send(m.Start(config=self._config.to_wire(), pod_id=self._pod_id, kvstore=self._kvstore))
         self._info = await self._await_ready(self._channel, on_progress)
         self._stats = m.EngineStats(
             num_blocks=self._info.num_blocks, free_blocks=self._info.num_blocks, transfer=m.TransferCounters()

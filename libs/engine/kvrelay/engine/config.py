@@ -83,6 +83,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.convert(values, cls, dec_hook=_path)
 
 
+class KvStoreOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the KV store of the node is reached."""
+
+    address: str
+    token: str = ""
+    """What its callers must show; empty: nothing."""
+    tls_ca: str = ""
+    """PEM files: the authority of its certificate, and this pod's own pair. Empty: no TLS."""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+
 def _path(kind: type, value: object) -> Path:
     if kind is not Path or not isinstance(value, str):
         raise TypeError(f"{value!r} is no {kind.__name__}")

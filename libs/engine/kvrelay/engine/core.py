@@ -19,7 +19,14 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.entry import Entry, Limits, delivered
 from kvrelay.engine.ledger import Ledger, NoTransfer, StepUpdate, TransferPort
 from kvrelay.engine.manager import KvManager
-from kvrelay.engine.messages import EngineStats, Inspection, PrefillStarted, PromptComputed, TransferCounters
+from kvrelay.engine.messages import (
+    EngineStats,
+    Inspection,
+    KvStoreCounters,
+    PrefillStarted,
+    PromptComputed,
+    TransferCounters,
+)
 from kvrelay.engine.pool import CacheListener
 from kvrelay.engine.reserve import Admission, Reservation
 from kvrelay.engine.scheduler import Scheduler
@@ -173,6 +180,15 @@ class Engine:
 
     def next_deadline(self) -> float | None:
         return min((entry.deadline for entry in self._ledger.entries.values()), default=None)
+
+    # Loads.
+
+    def load_begins(self, seq: Sequence) -> None:
+        """From here on, until `load_ends`, a load may write into blocks of the sequence, whatever becomes of it."""
+        self._ledger.loads.add(seq)
+
+    def load_ends(self, seq: Sequence) -> None:
+        self._ledger.load_done(seq)
 
     # The step.
 
@@ -348,12 +364,12 @@ class Engine:
         """Of all that is not over."""
         return self._ledger.entries.keys()
 
-    def stats(self, transfer: TransferCounters | None = None) -> EngineStats:
-        waiting_tokens = sum(seq.num_to_compute for seq in self.scheduler.waiting)
+    def stats(self, transfer: TransferCounters | None = None, store: KvStoreCounters | None = None) -> EngineStats:
+        waiting_tokens = sum(seq.num_to_compute for seq in (*self.scheduler.waiting, *self.scheduler.loading))
         waiting_tokens += sum(seq.num_to_compute for seq in self.scheduler.running if seq.num_to_compute > 1)
         return EngineStats(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=len(self.scheduler.waiting) + len(self.scheduler.loading),
             num_reservations=self._num_reservations,
             num_pushes=self._num_pushes,
             waiting_tokens=waiting_tokens,
@@ -368,6 +384,7 @@ class Engine:
             generated_tokens=self._generated_tokens,
             num_preemptions=self.scheduler.num_preemptions,
             transfer=transfer or TransferCounters(),
+            store=store or KvStoreCounters(),
         )
 
     def _credits(self, waiting_tokens: int) -> int:
@@ -390,7 +407,7 @@ class Engine:
             num_blocks=self.manager.pool.num_blocks,
             free_blocks=self.manager.num_free,
             cached_blocks=len(self.manager.pool.cached),
-            num_requests=len(self._ledger.entries) + len(self._ledger.ending),
+            num_requests=len(self._ledger.entries) + len(self._ledger.ending) + len(self._ledger.unloading),
             num_reservations=self._num_reservations,
             num_pushes=self._num_pushes,
             staging_bytes=staging_bytes,

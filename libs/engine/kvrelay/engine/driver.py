@@ -13,7 +13,9 @@ from kvrelay.common.request import EngineRequest, Ticket
 from kvrelay.engine import messages as m
 from kvrelay.engine.build import Built, build
 from kvrelay.engine.channel import Channel
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, KvStoreOptions
+from kvrelay.engine.connector.base import Connector
+from kvrelay.engine.connector.port import KvStorePort, identity_of, make_connector
 from kvrelay.engine.core import StepUpdate
 from kvrelay.engine.push import Pushes
 from kvrelay.engine.receive import Tickets
@@ -36,6 +38,7 @@ class Driver:
         port: TransferPort,
         channel: Channel[m.ToEngine],
         compute: ThreadPoolExecutor,
+        connector: Connector | None = None,
     ) -> None:
         self._config = config
         self._engine = built.engine
@@ -49,11 +52,20 @@ class Driver:
         self._work = asyncio.Event()
         self._notices: list[m.Notice] = []
         self._routers: dict[RequestId, RouterId] = {}
+        self._store: KvStorePort | None = None
+        if connector is not None:
+            self._store = KvStorePort(built.engine, built.cache, identity_of(built), connector, self._changed)
+            self._store.start()
         built.engine.connect(self)
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, pod_id: PodId, channel: Channel[m.ToEngine], compute: ThreadPoolExecutor
+        cls,
+        config: EngineConfig,
+        pod_id: PodId,
+        channel: Channel[m.ToEngine],
+        compute: ThreadPoolExecutor,
+        kvstore: KvStoreOptions | None = None,
     ) -> "Driver":
         """Loads the model and opens the transport, and says Ready. Raises KvrelayError where it cannot."""
         loop = asyncio.get_running_loop()
@@ -81,12 +93,15 @@ class Driver:
             transport=port.transport.name,
             attention=built.attention,
         )
-        driver = cls(config, built, info, port, channel, compute)
+        connector = make_connector(kvstore, pod_id, identity_of(built))
+        driver = cls(config, built, info, port, channel, compute, connector)
         channel.send(m.Ready(info=info))
         driver._changed()  # the state of an idle engine, above all its credits, is news too
         return driver
 
     async def close(self) -> None:
+        if self._store is not None:
+            await self._store.close()
         await self._port.close()
 
     # Steps.
@@ -125,7 +140,7 @@ class Driver:
         notices, self._notices = [*self._notices, *update.notices], []
         if not (update.deltas or notices or state):
             return
-        stats = self._engine.stats(self._counters())
+        stats = self._engine.stats(self._counters(), self._store.counters() if self._store else None)
         self._channel.send(m.StepOutput(deltas=tuple(update.deltas), notices=tuple(notices), stats=stats))
         for request_id in {*(d.request_id for d in update.deltas), *(n.request_id for n in notices)}:
             self._forget_router(request_id)

@@ -56,8 +56,8 @@ class StepUpdate:
 
 
 class Ledger:
-    """A sequence is in exactly one place: `entries` (alive), `ending` (over, a push owns the blocks) or `doomed` (over, in
-    the step in flight). Its blocks go back to the pool when it leaves the last of them."""
+    """A sequence is in exactly one place: `entries` (alive), `ending` (over, a push owns the blocks), `doomed` (over, in
+    the step in flight) or `unloading` (over, a load still writes). Its blocks go back to the pool when it leaves the last of them."""
 
     def __init__(self, manager: KvManager, scheduler: Scheduler, limits: Limits, port: TransferPort) -> None:
         self.entries: dict[RequestId, Entry] = {}
@@ -65,6 +65,9 @@ class Ledger:
         self.doomed: list[Sequence] = []
         self.flight: set[Sequence] = set()
         """The sequences of the step in flight."""
+        self.loads: set[Sequence] = set()
+        """Those whose blocks a load may write, until `load_done`."""
+        self.unloading: list[Sequence] = []
         self.port = port
         self._manager = manager
         self._scheduler = scheduler
@@ -146,7 +149,7 @@ class Ledger:
     def end_aborted(self, entry: Entry) -> None:
         """A sequence that stands for several choices goes on until they part."""
         for seq in list(entry.sequences):
-            alone = seq.num_branches == 1 and seq.state in (State.WAITING, State.RUNNING)
+            alone = seq.num_branches == 1 and seq.state in (State.WAITING, State.LOADING, State.RUNNING)
             if alone and seq.choice in entry.aborted:
                 self.finish(entry, seq, FinishReason.ABORT)
 
@@ -192,6 +195,15 @@ class Ledger:
         for seq in doomed:
             self._manager.free(seq)
 
+    def load_done(self, seq: Sequence) -> None:
+        """Nothing is written into the sequence's blocks any more. If it is alive, it waits for its turn."""
+        self.loads.discard(seq)
+        if seq in self.unloading:
+            self.unloading.remove(seq)
+            self._manager.free(seq)
+        elif seq.state is State.LOADING:
+            self._scheduler.loaded(seq)
+
     def _hand_to_push(self, entry: Entry) -> None:
         for seq in entry.sequences:
             self._scheduler.remove(seq)
@@ -208,6 +220,8 @@ class Ledger:
         seq.state = State.FINISHED
         if seq in self.flight:
             self.doomed.append(seq)
+        elif seq in self.loads:
+            self.unloading.append(seq)
         else:
             self._manager.free(seq)
 

@@ -1,5 +1,6 @@
 """Which blocks a sequence holds: prefix hits, growth, copy-on-write, and what its computed blocks are worth to others."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 
@@ -7,6 +8,13 @@ from kvrelay.common.blocks import NO_PARENT, SPAN, BlockHasher, extra_keys
 from kvrelay.common.ids import BlockId, Fingerprint
 from kvrelay.engine.pool import BlockPool, CacheListener, NoListener, StoredRun
 from kvrelay.engine.sequence import Sequence
+
+OnComputed = Callable[[Sequence, int, int], None]
+"""A sequence, and which of its blocks: from the first to before the second."""
+
+
+def _unheard(seq: Sequence, first: int, end: int) -> None:
+    pass
 
 
 class KvManager:
@@ -29,8 +37,12 @@ class KvManager:
         self.block_size = block_size
         self.sources: list[int] = []
         """Blocks that this step's copies read, one reference each, held until the step is done."""
+        self.lent: list[int] = []
+        """Blocks that a copy to the KV store reads, one reference each."""
+        self.on_computed: OnComputed = _unheard
+        """Hears of blocks whose KV was computed or pushed here, and that can be found from now on."""
         self._copies: list[tuple[int, int]] = []
-        self._spans = block_size // SPAN
+        self.spans = block_size // SPAN
         self._prefix_caching = prefix_caching
         self._hasher = lru_cache(maxsize=256)(lambda salt: BlockHasher(fingerprint, extra_keys(salt)))
 
@@ -43,15 +55,30 @@ class KvManager:
 
     def keys(self, seq: Sequence, first: int, end: int) -> list[BlockId]:
         """The keys of the sequence's blocks `first` … `end` - 1, which its tokens fill."""
-        if len(seq.block_ids) < end * self._spans:
+        if len(seq.block_ids) < end * self.spans:
             self._hasher(seq.request.cache_salt).extend(seq.block_ids, seq.tokens)
-        return seq.block_ids[(first + 1) * self._spans - 1 : end * self._spans : self._spans]
+        return seq.block_ids[(first + 1) * self.spans - 1 : end * self.spans : self.spans]
 
     def find(self, seq: Sequence, limit: int) -> list[int]:
         """The cached blocks, not pinned, of the longest prefix of at most `limit` tokens of the sequence."""
         if not self._prefix_caching:
             return []
         return self.pool.find(self.keys(seq, 0, limit // self.block_size))
+
+    def chain(self, seq: Sequence, limit: int) -> list[BlockId]:
+        """The ids of the spans of 16 tokens in the sequence's full blocks within `limit` tokens, from its first on."""
+        self.keys(seq, 0, limit // self.block_size)
+        return seq.block_ids[: limit // self.block_size * self.spans]
+
+    def lend(self, blocks: Seq[int]) -> None:
+        """To a copy, which reads them: they are neither written nor given away until `take_back`."""
+        self.pool.share(blocks)
+        self.lent.extend(blocks)
+
+    def take_back(self, blocks: Seq[int]) -> None:
+        for block in blocks:
+            self.lent.remove(block)
+        self.pool.release(blocks)
 
     def cost(self, seq: Sequence, end: int, hits: Seq[int]) -> int:
         """Free blocks that it takes to pin `hits` (of a sequence that holds none) and to grow to `end` tokens."""
@@ -66,6 +93,13 @@ class KvManager:
         self.pool.share(hits)
         seq.blocks.extend(hits)
         seq.num_computed = len(hits) * self.block_size
+
+    def extend(self, seq: Sequence, hits: Seq[int]) -> None:
+        """As `pin`, of what was found after the blocks that the sequence holds, all of which are computed."""
+        assert len(seq.blocks) * self.block_size == seq.num_computed, "hits follow what is computed"
+        self.pool.share(hits)
+        seq.blocks.extend(hits)
+        seq.num_computed += len(hits) * self.block_size
 
     def grow(self, seq: Sequence, end: int) -> bool:
         """Room to write positions `num_computed` … `end` - 1, none of it shared. False, and no change, where blocks lack."""
@@ -103,23 +137,31 @@ class KvManager:
 
     def commit(self, seq: Sequence, num_computed: int) -> None:
         """The KV of positions below `num_computed` lies in the sequence's blocks: full ones can be found from now on."""
+        for first, end in self.adopt(seq, num_computed):
+            self.on_computed(seq, first, end)
+
+    def adopt(self, seq: Sequence, num_computed: int) -> list[tuple[int, int]]:
+        """As `commit`, of KV that comes out of the store. Gives the runs of blocks that are new to the cache."""
         first, end = seq.num_computed // self.block_size, num_computed // self.block_size
         seq.num_computed = num_computed
-        if self._prefix_caching and end > first:
-            self._cache(seq, first, end)
+        if not self._prefix_caching or end <= first:
+            return []
+        return self._cache(seq, first, end)
 
-    def _cache(self, seq: Sequence, first: int, end: int) -> None:
+    def _cache(self, seq: Sequence, first: int, end: int) -> list[tuple[int, int]]:
         keys = self.keys(seq, first, end)
         new = [self.pool.cache(seq.blocks[first + i], key) for i, key in enumerate(keys)]
-        start = 0
+        runs, start = [], 0
         while True in new[start:]:
             start = new.index(True, start)
             stop = new.index(False, start) if False in new[start:] else len(new)
             self._announce(seq, first + start, first + stop)
+            runs.append((first + start, first + stop))
             start = stop
+        return runs
 
     def _announce(self, seq: Sequence, first: int, end: int) -> None:
-        spans = slice(first * self._spans, end * self._spans)
+        spans = slice(first * self.spans, end * self.spans)
         self.pool.announce(
             StoredRun(
                 parent=seq.block_ids[spans.start - 1] if spans.start else NO_PARENT,

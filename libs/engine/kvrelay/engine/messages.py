@@ -8,6 +8,7 @@ import msgspec
 from kvrelay.common.ids import Epoch, Fingerprint, PodId, RequestId, RouterId
 from kvrelay.common.layout import KvLayout
 from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs, Ticket
+from kvrelay.engine.config import KvStoreOptions
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -24,6 +25,7 @@ class Start(Message, frozen=True, kw_only=True):
 
     config: dict[str, str | int | float | bool | None]
     pod_id: PodId
+    kvstore: KvStoreOptions | None = None
 
 
 class Submit(Message, frozen=True, kw_only=True):
@@ -146,6 +148,29 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention: str
 
 
+class KvStoreCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Of the pod's use of the KV store."""
+
+    attached: bool = False
+    lookups: int = 0
+    hits: int = 0
+    """Look-ups of which something was loaded."""
+    declined: int = 0
+    """Look-ups that found what would have taken longer than to compute it, or what there was no room for."""
+    loaded_tokens: int = 0
+    bytes_loaded: int = 0
+    load_seconds: float = 0.0
+    corrupt: int = 0
+    timeouts: int = 0
+    stored_tokens: int = 0
+    bytes_stored: int = 0
+    waiting_blocks: int = 0
+    dropped_blocks: int = 0
+    """Not stored: the cache lost them first, or they waited too long."""
+    refused: int = 0
+    """Batches for parts of which the store had no room."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The state after a step; counters count from the start."""
 
@@ -165,6 +190,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     generated_tokens: int = 0
     num_preemptions: int = 0
     transfer: "TransferCounters"
+    store: KvStoreCounters = KvStoreCounters()
 
 
 class TransferCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

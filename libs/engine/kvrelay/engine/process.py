@@ -32,7 +32,8 @@ async def serve(sock: socket.socket) -> None:
         raise Internal(f"the first message is a {type(start).__name__}")
     with ThreadPoolExecutor(1, thread_name_prefix="compute") as compute:
         try:
-            driver = await Driver.start(EngineConfig.from_wire(start.config), start.pod_id, channel, compute)
+            config = EngineConfig.from_wire(start.config)
+            driver = await Driver.start(config, start.pod_id, channel, compute, start.kvstore)
         except Exception as error:  # noqa: BLE001 - whatever stops the start is for the front to tell
             await _refuse(channel, error)
             return

@@ -11,6 +11,8 @@ from kvrelay.engine.sequence import Sequence, State
 
 rank = attrgetter("rank")
 
+Divert = Callable[[Sequence, list[int]], bool]
+
 
 class _Step:
     """The step being built: what is left of its token budget, and who is in it. Who is in it is not preempted."""
@@ -30,16 +32,22 @@ class _Step:
         return Batch(number, sorted(self.parts, key=lambda part: part.num_tokens > 1), copies)
 
 
+def _never(seq: Sequence, hits: list[int]) -> bool:
+    return False
+
+
 class Scheduler:
     """Owns the queue of waiting sequences, best rank first, and the set of running ones, at most `max_num_seqs`.
 
-    `reclaim` takes back one reservation that no transfer has filled, if there is one, and says whether it did.
+    `reclaim` takes back one reservation that no transfer has filled, if there is one, and says whether it did. `divert` is
+    offered each sequence that could start, with its prefix hits: what it takes is `loading` until `loaded`, and then waits again.
     """
 
     def __init__(
         self, manager: KvManager, budget: StepBudget, *, max_num_seqs: int, watermark: int, reclaim: Callable[[], bool]
     ) -> None:
         self.waiting: list[Sequence] = []
+        self.loading: list[Sequence] = []
         self.running: list[Sequence] = []
         self.dropped: list[Sequence] = []
         """No longer running: the runner may forget them."""
@@ -49,6 +57,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._watermark = watermark
         self._reclaim = reclaim
+        self.divert: Divert = _never
 
     def add(self, seq: Sequence) -> None:
         """Into the queue, at its rank. It may hold blocks already."""
@@ -69,6 +78,13 @@ class Scheduler:
             self.dropped.append(seq)
         elif seq.state is State.WAITING:
             self.waiting.remove(seq)
+        elif seq.state is State.LOADING:
+            self.loading.remove(seq)
+
+    def loaded(self, seq: Sequence) -> None:
+        """A diverted sequence, with what it holds by now, waits for its turn again."""
+        self.loading.remove(seq)
+        self.add(seq)
 
     def schedule(self, number: int) -> Batch | None:
         """The next step; None where nothing can run until something else changes (blocks are freed, a sequence is added)."""
@@ -110,6 +126,7 @@ class Scheduler:
         self.num_preemptions += 1
         self.remove(seq)
         self._manager.free(seq)
+        seq.looked_up = False
         self.add(seq)
 
     def _admit(self, step: _Step) -> None:
@@ -122,6 +139,10 @@ class Scheduler:
                     return
                 continue
             self.waiting.pop(0)
+            if self.divert(seq, hits):
+                seq.state = State.LOADING
+                self.loading.append(seq)
+                continue
             self._run(seq)
             if hits:
                 self._manager.pin(seq, hits)
@@ -156,9 +177,13 @@ class Scheduler:
 
     def reserve_blocks(self) -> int:
         """Free blocks that are not for newcomers. None while nothing runs: else a large prompt might never start."""
-        if not self.running:
-            return 0
-        return self._watermark + self._owed(self.running)
+        owed = self._owed(self.running) + self._owed(self.loading)
+        return self._watermark + owed if self.running else owed
+
+    @property
+    def can_load(self) -> bool:
+        """Whether what runs and loads could go on to the end of its tokens so far."""
+        return self.reserve_blocks() <= self._manager.num_free
 
     @property
     def spare_blocks(self) -> int:
@@ -168,7 +193,7 @@ class Scheduler:
     @property
     def seats(self) -> int:
         """Sequences that could start beside those that run and wait."""
-        return max(0, self._max_num_seqs - len(self.running) - len(self.waiting))
+        return max(0, self._max_num_seqs - len(self.running) - len(self.waiting) - len(self.loading))
 
     def admissible(self, seq: Sequence) -> bool:
         """Whether a newcomer would start soon."""

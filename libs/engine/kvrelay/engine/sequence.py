@@ -11,6 +11,8 @@ from kvrelay.common.request import EngineRequest, FinishReason
 class State(enum.Enum):
     WAITING = enum.auto()
     """In the scheduler's queue; may hold blocks (a prefix hit is pinned only when it is first scheduled)."""
+    LOADING = enum.auto()
+    """Its next turn waits for blocks out of the KV store, some of which it holds already."""
     RUNNING = enum.auto()
     """Takes part in steps; holds the blocks of its computed tokens."""
     RESERVED = enum.auto()
@@ -50,6 +52,8 @@ class Sequence:
     deadline: float = dataclasses.field(default_factory=lambda: time.monotonic() + 600.0)
     started: bool = False
     """Was part of a step."""
+    looked_up: bool = False
+    """The KV store was asked since the sequence last lost its blocks."""
     whole: bool = False
     """Prefill side: takes the blocks of its whole prompt at once and is never preempted, since a push reads them."""
 

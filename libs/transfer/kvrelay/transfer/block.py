@@ -6,7 +6,7 @@ import msgspec
 import xxhash
 
 from kvrelay.common.ids import BlockId, Fingerprint
-from kvrelay.common.layout import KvDtype
+from kvrelay.common.layout import KvDtype, KvLayout
 from kvrelay.transfer.checksum import leaves
 
 CHECKSUM_VERSION = 1
@@ -26,6 +26,19 @@ class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes, as stored."""
     encoding: str = "exact"
     checksum: int = 0
+
+
+def shape_of(layout: KvLayout, compute_dtype: str) -> str:
+    """16 hexadecimal digits, the same for caches whose KV can be taken over but for dtype and block size.
+
+    `compute_dtype` is the model's: equal tokens have equal KV only where it is computed alike.
+    """
+    groups = [
+        (g.kind, g.layers, g.num_kv_heads, g.head_dim, g.sliding_window, g.first_head, g.shard_heads)
+        for g in layout.groups
+    ]
+    ranks = (layout.tp_rank, layout.tp_size, layout.pp_rank, layout.pp_size)
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode((groups, ranks, compute_dtype)))
 
 
 def checksum(info: BlockInfo, payload: memoryview) -> int:

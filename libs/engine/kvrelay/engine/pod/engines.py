@@ -14,7 +14,7 @@ def make_engine(settings: PodSettings, pod_id: PodId) -> EngineClient:
         return FakeEngine(fake_config(settings), pod_id)
     from kvrelay.engine.client import AsyncEngine
 
-    return AsyncEngine(settings.engine_config(), pod_id)
+    return AsyncEngine(settings.engine_config(), pod_id, settings.kvstore_options())
 
 
 def fake_config(settings: PodSettings) -> FakeConfig:

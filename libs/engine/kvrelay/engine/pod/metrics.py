@@ -41,6 +41,20 @@ TRANSFER = {
     "seconds": "Seconds from a push's first frame to its acknowledgement",
     "payload_bytes_overlapped": "KV bytes sent before the last layer was computed",
 }
+STORE = {
+    "lookups": "Look-ups in the KV store",
+    "hits": "Look-ups of which something was loaded",
+    "declined": "Look-ups that found what was not worth loading, or what there was no room for",
+    "loaded_tokens": "Prompt tokens loaded from the KV store",
+    "bytes_loaded": "KV bytes loaded from the KV store",
+    "load_seconds": "Seconds from a look-up to the end of its load",
+    "corrupt": "Loaded blocks whose checksums were wrong",
+    "timeouts": "Answers of the KV store that did not come in time",
+    "stored_tokens": "Tokens whose KV went into the KV store",
+    "bytes_stored": "KV bytes written into the KV store",
+    "dropped_blocks": "Blocks that were lost before they could be stored",
+    "refused": "Batches for parts of which the KV store had no room",
+}
 VLLM_GAUGES = {"num_requests_running": "num_running", "num_requests_waiting": "num_waiting"}
 VLLM_COUNTERS = {
     "prompt_tokens": "prompt_tokens",
@@ -68,6 +82,14 @@ class PodCollector(Collector):
             yield CounterMetricFamily(f"kvrelay_pod_{name.removeprefix('num_')}", text, value=getattr(stats, name))
         for name, text in TRANSFER.items():
             yield CounterMetricFamily(f"kvrelay_transfer_{name}", text, value=getattr(stats.transfer, name))
+        for name, text in STORE.items():
+            yield CounterMetricFamily(f"kvrelay_pod_kvstore_{name}", text, value=getattr(stats.store, name))
+        yield GaugeMetricFamily(
+            "kvrelay_pod_kvstore_attached", "1: the KV store can be used", value=float(stats.store.attached)
+        )
+        yield GaugeMetricFamily(
+            "kvrelay_pod_kvstore_waiting_blocks", "Blocks that wait to be stored", value=stats.store.waiting_blocks
+        )
         yield GaugeMetricFamily("kvrelay_pod_ready", "1: the pod takes requests", value=float(self._state.ready))
         yield from self._front()
         yield from self._vllm(stats)

@@ -12,7 +12,7 @@ from kvrelay.common.access import token_option
 from kvrelay.common.discovery import PodRole
 from kvrelay.common.ids import PodId
 from kvrelay.common.settings import ServiceSettings, Size
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, KvStoreOptions
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 PORTS_PER_POD = 10
@@ -76,6 +76,10 @@ class PodSettings(ServiceSettings):
     """What the budget keeps a step under."""
     prefix_caching: bool = True
     """Keep computed blocks for prompts that begin alike."""
+    kvstore: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
+    """HOST:PORT of the node's KV store; it must be on the same host and share its memory folder. Not set: none."""
+    kvstore_tls_ca: Path | None = None
+    """PEM file: the authority of the store's certificate; with it the store is called with TLS and this pod's certificate."""
     threads: int = Field(default=0, ge=0)
     """Of torch on the CPU; 0: all cores."""
     attention: str = "auto"
@@ -123,6 +127,20 @@ class PodSettings(ServiceSettings):
     def engine_config(self) -> EngineConfig:
         """Raises ValueError where the options do not go together."""
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.__struct_fields__})
+
+    def kvstore_options(self) -> KvStoreOptions | None:
+        """Pods and stores have one token. None: there is no store."""
+        if not self.kvstore:
+            return None
+        if self.kvstore_tls_ca is None:
+            return KvStoreOptions(address=self.kvstore, token=self.token)
+        return KvStoreOptions(
+            address=self.kvstore,
+            token=self.token,
+            tls_ca=str(self.kvstore_tls_ca),
+            tls_cert=str(self.tls_cert or ""),
+            tls_key=str(self.tls_key or ""),
+        )
 
     @cached_property
     def token(self) -> str:

@@ -1,0 +1,101 @@
+"""The KV store as an engine's driver sees it: started, counted and closed as one."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvrelay.common.ids import BlockId, PodId
+from kvrelay.common.tasks import end_task
+from kvrelay.engine.build import Built
+from kvrelay.engine.cache import KvCache
+from kvrelay.engine.config import KvStoreOptions
+from kvrelay.engine.connector.base import Connector
+from kvrelay.engine.connector.copies import Copier
+from kvrelay.engine.connector.kvstore import KvStoreAccess, KvStoreConnector
+from kvrelay.engine.connector.loads import Loads
+from kvrelay.engine.connector.stores import Stores
+from kvrelay.engine.core import Engine
+from kvrelay.engine.messages import KvStoreCounters
+from kvrelay.transfer.block import BlockInfo, shape_of
+
+
+def identity_of(built: Built) -> BlockInfo:
+    """What all spans of this pod have in common."""
+    no_id = BlockId(bytes(16))
+    return BlockInfo(
+        id=no_id,
+        head=no_id,
+        fingerprint=built.loaded.fingerprint,
+        shape=shape_of(built.layout, str(built.loaded.dtype)),
+        dtype=built.cache.dtype,
+        size=built.cache.span_bytes,
+    )
+
+
+def make_connector(options: KvStoreOptions | None, pod_id: PodId, identity: BlockInfo) -> Connector | None:
+    """None: there is no store."""
+    if options is None:
+        return None
+    ca, cert, key = (Path(p) if p else None for p in (options.tls_ca, options.tls_cert, options.tls_key))
+    access = KvStoreAccess(
+        address=options.address,
+        token=options.token,
+        tls_ca=ca,
+        tls_cert=cert,
+        tls_key=key,
+        pod_id=pod_id,
+        fingerprint=identity.fingerprint,
+        shape=identity.shape,
+        dtype=identity.dtype,
+        readable=(identity.dtype,),
+    )
+    return KvStoreConnector(access)
+
+
+class KvStorePort:
+    """Loads before sequences run, and stores behind the steps, over one connector."""
+
+    def __init__(
+        self, engine: Engine, cache: KvCache, identity: BlockInfo, connector: Connector, on_change: Callable[[], None]
+    ) -> None:
+        self._connector = connector
+        self._cache = cache
+        # One for each way: a load does not wait for what is being stored.
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("load", "store")]
+        copier = Copier(cache, identity)
+        self._loads = Loads(engine, connector, copier, self._threads[0], on_change)
+        self._stores = Stores(engine, connector, copier, self._threads[1])
+        self._storing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._connector.start()
+        self._storing = asyncio.create_task(self._stores.run(), name="store")
+
+    async def close(self) -> None:
+        await self._loads.close()
+        if self._storing is not None:
+            await end_task(self._storing)
+        loop = asyncio.get_running_loop()
+        for thread in self._threads:
+            await loop.run_in_executor(None, thread.shutdown)
+        await self._connector.close()
+
+    def counters(self) -> KvStoreCounters:
+        loads, stores = self._loads.counters, self._stores.counters
+        return KvStoreCounters(
+            attached=self._connector.ready,
+            lookups=loads.lookups,
+            hits=loads.hits,
+            declined=loads.declined,
+            loaded_tokens=loads.tokens,
+            bytes_loaded=loads.num_bytes,
+            load_seconds=loads.seconds,
+            corrupt=loads.corrupt,
+            timeouts=self._connector.num_timeouts,
+            stored_tokens=stores.spans * 16,
+            bytes_stored=stores.num_bytes,
+            waiting_blocks=self._stores.num_waiting,
+            dropped_blocks=stores.dropped,
+            refused=stores.refused,
+        )

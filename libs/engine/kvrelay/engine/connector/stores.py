@@ -1,0 +1,125 @@
+"""Computed blocks into the KV store, behind the steps.
+
+A step's full blocks are noted by their keys. Some at a time, those that the cache still has are lent to a copy: they stay as they are
+until it is done. What the cache loses before its turn is lost; so is what the store has no room for.
+"""
+
+import asyncio
+import dataclasses
+from collections import deque
+from concurrent.futures import Executor
+
+from kvrelay.common.ids import BlockId
+from kvrelay.engine.connector.base import Connector, Room, Writing
+from kvrelay.engine.connector.copies import Copier
+from kvrelay.engine.core import Engine
+from kvrelay.engine.sequence import Sequence
+from kvrelay.transfer.segments import heads
+
+MAX_WAITING = 1 << 16
+"""Blocks; beyond them those that wait longest are dropped."""
+BATCH_SPANS = 32
+POLL_SECONDS = 1.0
+"""Between two looks at whether a store that was away is back."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Waiting:
+    key: BlockId
+    ids: tuple[BlockId, ...]
+    heads: tuple[BlockId, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class StoreCounters:
+    spans: int = 0
+    num_bytes: int = 0
+    dropped: int = 0
+    """Blocks that the cache lost first, or that waited too long."""
+    refused: int = 0
+    """Batches of which the store had no room for some."""
+
+
+class Stores:
+    """Everything runs on the event loop but for the copies."""
+
+    def __init__(self, engine: Engine, connector: Connector, copier: Copier, thread: Executor) -> None:
+        self.counters = StoreCounters()
+        self._manager = engine.manager
+        self._connector = connector
+        self._copier = copier
+        self._thread = thread
+        self._waiting: deque[_Waiting] = deque()
+        self._news = asyncio.Event()
+        # Blocks that are lent cannot be given to others: only ever a small part of them.
+        most = max(1, self._manager.pool.num_blocks // 32)
+        self._batch_blocks = min(most, max(1, BATCH_SPANS // self._manager.spans))
+        engine.manager.on_computed = self._offer
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def _offer(self, seq: Sequence, first: int, end: int) -> None:
+        spans = self._manager.spans
+        in_heads = heads(seq.block_ids[: end * spans])
+        for block in range(first, end):
+            part = slice(block * spans, (block + 1) * spans)
+            ids = tuple(seq.block_ids[part])
+            self._waiting.append(_Waiting(ids[-1], ids, tuple(in_heads[part])))
+        while len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft()
+            self.counters.dropped += 1
+        self._news.set()
+
+    async def run(self) -> None:
+        """For as long as the engine lives."""
+        while True:
+            await self._news.wait()
+            if not self._connector.ready:
+                await asyncio.sleep(POLL_SECONDS)
+                continue
+            self._news.clear()
+            while self._waiting and self._connector.ready:
+                await self._store_some()
+            if self._waiting:
+                self._news.set()
+
+    async def _store_some(self) -> None:
+        batch = [self._waiting.popleft() for _ in range(min(self._batch_blocks, len(self._waiting)))]
+        here = [entry for entry in batch if entry.key in self._manager.pool.cached]
+        self.counters.dropped += len(batch) - len(here)
+        blocks = [self._manager.pool.cached[entry.key] for entry in here]
+        self._manager.lend(blocks)
+        try:
+            await self._write(here, blocks)
+        finally:
+            self._manager.take_back(blocks)
+
+    async def _write(self, entries: list[_Waiting], blocks: list[int]) -> None:
+        ids = [block_id for entry in entries for block_id in entry.ids]
+        in_heads = [head for entry in entries for head in entry.heads]
+        if not ids:
+            return
+        writing = await self._connector.begin(ids, in_heads, self._copier.cache.span_bytes)
+        self.counters.refused += writing.is_refused
+        if writing.rooms:
+            await asyncio.shield(self._copy(writing, ids, blocks))
+
+    async def _copy(self, writing: Writing, ids: list[BlockId], blocks: list[int]) -> None:
+        rooms = list(writing.rooms)
+        infos = [self._copier.info(ids[room.index]) for room in rooms]
+        slots = [self._slot(blocks, room) for room in rooms]
+        loop = asyncio.get_running_loop()
+        try:
+            checksums = await loop.run_in_executor(self._thread, self._copier.store, rooms, infos, slots)
+        except BaseException:  # whatever it was, nobody else can give the rooms back
+            writing.give_up(rooms)
+            raise
+        writing.commit(rooms, checksums)
+        self.counters.spans += len(rooms)
+        self.counters.num_bytes += sum(info.size for info in infos)
+
+    def _slot(self, blocks: list[int], room: Room) -> int:
+        block, within = divmod(room.index, self._manager.spans)
+        return blocks[block] * self._manager.block_size + within * 16
