@@ -1,9 +1,11 @@
-"""Who serves: pods register in Redis under leases, routers keep the set of those whose lease lives.
+"""Who serves: pods, and KV stores, register in Redis under leases; others keep the set of those whose lease lives.
 
-    kvrelay:{cluster}:pods         set of pod ids
-    kvrelay:{cluster}:pod:{id}     a `PodRecord` as JSON, with a time to live: the lease
-    kvrelay:{cluster}:mark         random; when it is gone or another, Redis has lost its memory
-    kvrelay:{cluster}:changes      channel: `up ID EPOCH` and `gone ID EPOCH`
+    kvrelay:{cluster}:pods             set of pod ids
+    kvrelay:{cluster}:pod:{id}         a `PodRecord` as JSON, with a time to live: the lease
+    kvrelay:{cluster}:changes          channel: `up ID EPOCH` and `gone ID EPOCH`
+    kvrelay:{cluster}:mark             random; when it is gone or another, Redis has lost its memory
+
+Of KV stores (`nodes.NodeRecord`) the same under `nodes`, `node:{id}` and `node-changes`.
 
 Redis may be away, come back empty or hang at any time: pods register again, with the epoch that they had, and routers keep the
 pods that they knew until those had the time to do so.
@@ -17,7 +19,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncIterator
-from typing import Final, Literal
+from typing import ClassVar, Final, Generic, Literal, Protocol, TypeVar, cast
 
 import msgspec
 import redis.asyncio as aioredis
@@ -52,8 +54,25 @@ return 0
 """
 
 
+class Member(Protocol):
+    """What a process says of itself; fixed for an epoch. A msgspec struct."""
+
+    KIND: ClassVar[str]
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def epoch(self) -> Epoch: ...
+
+    @property
+    def grpc_address(self) -> str: ...
+
+
 class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pod says of itself; fixed for an epoch."""
+    """See `Member`."""
+
+    KIND: ClassVar[str] = "pod"
 
     pod_id: PodId
     epoch: Epoch
@@ -69,6 +88,14 @@ class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     tokenizer: str = ""
     """SHA-256 of its tokenizer.json; empty where its checkpoint holds its own."""
+
+    @property
+    def id(self) -> PodId:
+        return self.pod_id
+
+
+Id = TypeVar("Id", bound=str)
+Record = TypeVar("Record", bound=Member)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,10 +116,11 @@ class RetryPolicy:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keys:
     cluster: str
+    kind: str
 
     @property
-    def pods(self) -> str:
-        return f"kvrelay:{self.cluster}:pods"
+    def members(self) -> str:
+        return f"kvrelay:{self.cluster}:{self.kind}s"
 
     @property
     def mark(self) -> str:
@@ -100,10 +128,10 @@ class Keys:
 
     @property
     def changes(self) -> str:
-        return f"kvrelay:{self.cluster}:changes"
+        return f"kvrelay:{self.cluster}:" + ("changes" if self.kind == PodRecord.KIND else f"{self.kind}-changes")
 
-    def pod(self, pod_id: str) -> str:
-        return f"kvrelay:{self.cluster}:pod:{pod_id}"
+    def member(self, member_id: str) -> str:
+        return f"kvrelay:{self.cluster}:{self.kind}:{member_id}"
 
 
 def connect(url: str) -> "aioredis.Redis":
@@ -119,11 +147,11 @@ def connect(url: str) -> "aioredis.Redis":
 
 
 class Registration:
-    """A pod's lease, kept by a task of its own: `start` returns at once, whether or not Redis is there."""
+    """A process's lease, kept by a task of its own: `start` returns at once, whether or not Redis is there."""
 
-    def __init__(self, url: str, cluster: str, record: PodRecord, retry: RetryPolicy = RetryPolicy()) -> None:
+    def __init__(self, url: str, cluster: str, record: Member, retry: RetryPolicy = RetryPolicy()) -> None:
         self._redis = connect(url)
-        self._keys = Keys(cluster)
+        self._keys = Keys(cluster, record.KIND)
         self._record = record
         self._payload = msgspec.json.encode(record)
         self._retry = retry
@@ -168,47 +196,48 @@ class Registration:
     async def _renew(self) -> None:
         record = self._record
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.sadd(self._keys.pods, record.pod_id)
-            pipe.set(self._keys.pod(record.pod_id), self._payload, px=int(LEASE_SECONDS * 1000), get=True)
+            pipe.sadd(self._keys.members, record.id)
+            pipe.set(self._keys.member(record.id), self._payload, px=int(LEASE_SECONDS * 1000), get=True)
             _, before = await pipe.execute()
         if before != self._payload:
             if before is not None:
-                log.warning("pod id %s was another pod's, or another life's of this one", record.pod_id)
-            await self._redis.publish(self._keys.changes, f"up {record.pod_id} {record.epoch}")
+                log.warning("%s id %s was another's, or another life's of this one", record.KIND, record.id)
+            await self._redis.publish(self._keys.changes, f"up {record.id} {record.epoch}")
 
     async def _forget(self) -> None:
         record = self._record
-        keys = (self._keys.pod(record.pod_id), self._keys.pods)
-        await self._redis.eval(_FORGET, 2, *keys, self._payload, record.pod_id)
-        await self._redis.publish(self._keys.changes, f"gone {record.pod_id} {record.epoch}")
+        keys = (self._keys.member(record.id), self._keys.members)
+        await self._redis.eval(_FORGET, 2, *keys, self._payload, record.id)
+        await self._redis.publish(self._keys.changes, f"gone {record.id} {record.epoch}")
 
 
-class PodDirectory:
-    """The pods of a cluster as a router knows them. Readers see a consistent set without waiting.
+class Directory(Generic[Id, Record]):
+    """The members of one kind as another process knows them. Readers see a consistent set without waiting.
 
-    A change is seen at once by its announcement, or by the next poll. A pod whose lease ended is forgotten, unless Redis was
+    A change is seen at once by its announcement, or by the next poll. A member whose lease ended is forgotten, unless Redis was
     away or lost its memory less than a lease's time ago.
     """
 
-    def __init__(self, url: str, cluster: str, retry: RetryPolicy = RetryPolicy()) -> None:
+    def __init__(self, url: str, cluster: str, kind: type[Record], retry: RetryPolicy = RetryPolicy()) -> None:
         self._redis = connect(url)
-        self._keys = Keys(cluster)
+        self._keys = Keys(cluster, kind.KIND)
+        self._kind = kind
         self._retry = retry
-        self._pods: dict[PodId, PodRecord] = {}
+        self._members: dict[Id, Record] = {}
         self._mark: bytes | None = None
         self._trust_from = 0.0
-        """Monotonic time from which a missing lease means a missing pod."""
+        """Monotonic time from which a missing lease means a missing member."""
         self._gone: set[tuple[str, str]] = set()
-        """Pod id and epoch of those that left while a poll was under way, which may have seen them yet."""
+        """Id and epoch of those that left while a poll was under way, which may have seen them yet."""
         self._news = asyncio.Event()
         self._next = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.healthy = False
         """The last poll was answered."""
 
-    def pods(self) -> dict[PodId, PodRecord]:
+    def members(self) -> dict[Id, Record]:
         """A snapshot; the caller's own."""
-        return dict(self._pods)
+        return dict(self._members)
 
     async def start(self) -> None:
         """Returns after the first poll, answered or not."""
@@ -225,16 +254,16 @@ class PodDirectory:
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()
 
-    async def changed(self) -> dict[PodId, PodRecord]:
+    async def changed(self) -> dict[Id, Record]:
         """Waits for the next change of the set."""
         await self._next.wait()
-        return self.pods()
+        return self.members()
 
-    async def updates(self) -> AsyncIterator[dict[PodId, PodRecord]]:
+    async def updates(self) -> AsyncIterator[dict[Id, Record]]:
         """The set now, and again after each change; a slow reader misses what lay between."""
         while True:
             following = self._next
-            yield self.pods()
+            yield self.members()
             await following.wait()
 
     async def _poll_always(self) -> None:
@@ -245,7 +274,7 @@ class PodDirectory:
             except (RedisError, OSError) as error:
                 failures += 1
                 if failures == 1:
-                    log.warning("Redis is away, keeping %d pods: %s", len(self._pods), error)
+                    log.warning("Redis is away, keeping %d %ss: %s", len(self._members), self._keys.kind, error)
                 self.healthy = False
                 self._distrust()
                 await asyncio.sleep(self._retry.delay(failures))
@@ -261,50 +290,50 @@ class PodDirectory:
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.set(self._keys.mark, secrets.token_hex(8), nx=True)
             pipe.get(self._keys.mark)
-            pipe.scard(self._keys.pods)
+            pipe.scard(self._keys.members)
             _, mark, count = await pipe.execute()
         if count > MAX_PODS:
-            raise RedisError(f"{count} pods are registered, over the limit of {MAX_PODS}")
+            raise RedisError(f"{count} {self._keys.kind}s are registered, over the limit of {MAX_PODS}")
         records = await self._read()
         if mark != self._mark:
             self._mark = mark
             self._distrust()
         self.healthy = True
         if time.monotonic() < self._trust_from:
-            records = self._pods | records
+            records = self._members | records
         self._adopt({key: record for key, record in records.items() if (key, record.epoch) not in self._gone})
 
     def _distrust(self) -> None:
-        """Leases may be missing for Redis's sake: pods get the time of one lease to register again."""
+        """Leases may be missing for Redis's sake: members get the time of one lease to register again."""
         self._trust_from = time.monotonic() + LEASE_SECONDS
 
-    async def _read(self) -> dict[PodId, PodRecord]:
-        ids = sorted(_text(member) for member in await self._redis.smembers(self._keys.pods))
+    async def _read(self) -> dict[Id, Record]:
+        ids = sorted(_text(member) for member in await self._redis.smembers(self._keys.members))
         async with self._redis.pipeline(transaction=False) as pipe:
-            for pod_id in ids:
-                pipe.getrange(self._keys.pod(pod_id), 0, MAX_RECORD_BYTES)
+            for member_id in ids:
+                pipe.getrange(self._keys.member(member_id), 0, MAX_RECORD_BYTES)
             values = await pipe.execute()
-        records: dict[PodId, PodRecord] = {}
+        records: dict[Id, Record] = {}
         lapsed: list[str] = []
-        for pod_id, value in zip(ids, values, strict=True):
+        for member_id, value in zip(ids, values, strict=True):
             if not value:
-                lapsed.append(pod_id)
+                lapsed.append(member_id)
                 continue
-            record = _decoded(pod_id, value)
+            record = _decoded(member_id, value, self._kind)
             if record is not None:
-                records[record.pod_id] = record
-        if lapsed:  # a pod that is late adds itself again with its next renewal
-            await self._redis.srem(self._keys.pods, *lapsed)
+                records[cast("Id", member_id)] = record
+        if lapsed:  # a member that is late adds itself again with its next renewal
+            await self._redis.srem(self._keys.members, *lapsed)
         return records
 
-    def _adopt(self, records: dict[PodId, PodRecord]) -> None:
-        if records == self._pods:
+    def _adopt(self, records: dict[Id, Record]) -> None:
+        if records == self._members:
             return
-        for pod_id in records.keys() - self._pods.keys():
-            log.info("pod %s is up at %s", pod_id, records[pod_id].grpc_address)
-        for pod_id in self._pods.keys() - records.keys():
-            log.info("pod %s is gone", pod_id)
-        self._pods = records
+        for member_id in records.keys() - self._members.keys():
+            log.info("%s %s is up at %s", self._keys.kind, member_id, records[member_id].grpc_address)
+        for member_id in self._members.keys() - records.keys():
+            log.info("%s %s is gone", self._keys.kind, member_id)
+        self._members = records
         self._next.set()
         self._next = asyncio.Event()
 
@@ -325,11 +354,11 @@ class PodDirectory:
 
     def _hear(self, data: bytes) -> None:
         match data.decode("utf-8", "replace").split(" "):
-            case ["gone", pod_id, epoch]:
-                record = self._pods.get(PodId(pod_id))
+            case ["gone", member_id, epoch]:
+                record = self._members.get(cast("Id", member_id))
                 if record is not None and record.epoch == epoch:
-                    self._gone.add((pod_id, epoch))
-                    self._adopt({key: value for key, value in self._pods.items() if key != pod_id})
+                    self._gone.add((member_id, epoch))
+                    self._adopt({key: value for key, value in self._members.items() if key != member_id})
             case ["up", *_]:
                 pass
             case _:
@@ -337,14 +366,24 @@ class PodDirectory:
         self._news.set()
 
 
+class PodDirectory(Directory[PodId, PodRecord]):
+    """The pods of a cluster as a router knows them."""
+
+    def __init__(self, url: str, cluster: str, retry: RetryPolicy = RetryPolicy()) -> None:
+        super().__init__(url, cluster, PodRecord, retry)
+
+    def pods(self) -> dict[PodId, PodRecord]:
+        return self.members()
+
+
 def _text(member: bytes | str) -> str:
     return member.decode("utf-8", "replace") if isinstance(member, bytes) else member
 
 
-def _decoded(pod_id: str, value: bytes) -> PodRecord | None:
+def _decoded(member_id: str, value: bytes, kind: type[Record]) -> Record | None:
     try:
-        record = msgspec.json.decode(value, type=PodRecord)
+        record = msgspec.json.decode(value, type=kind)
     except (msgspec.DecodeError, ValueError) as error:
-        log.warning("the record of pod %s cannot be read: %s", pod_id, error)
+        log.warning("the record of %s %s cannot be read: %s", kind.KIND, member_id, error)
         return None
-    return record if record.pod_id == pod_id else None
+    return record if record.id == member_id else None

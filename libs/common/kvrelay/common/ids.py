@@ -6,6 +6,8 @@ from typing import NewType
 RequestId = NewType("RequestId", str)
 RouterId = NewType("RouterId", str)
 PodId = NewType("PodId", str)
+NodeId = NewType("NodeId", str)
+"""Of a KV store, and the node that it serves; the same after a restart."""
 Epoch = NewType("Epoch", str)
 """One life of a process. Random, compared only for equality: a restarted pod has another."""
 Fingerprint = NewType("Fingerprint", str)
