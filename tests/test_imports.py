@@ -45,6 +45,7 @@ EDGE = {
     "router/grpcfront/inference.py",
     "cli/inspection.py",
     "cli/store.py",
+    "kvstore/peers/link.py",
     "kvstore/server.py",
     "kvstore/servicer.py",
     "kvstore/wire.py",

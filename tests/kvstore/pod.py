@@ -54,7 +54,8 @@ class Block:
 class Pod:
     """One session. `fingerprint` and the like are those that it says."""
 
-    def __init__(self, channel: grpc.aio.Channel, token: str, hello: pb.AttachHello) -> None:
+    def __init__(self, address: str, channel: grpc.aio.Channel, token: str, hello: pb.AttachHello) -> None:
+        self.address = address
         self.hello = hello
         self.stub = kvstore_pb2_grpc.KvStoreStub(channel)
         self._call = self.stub.Attach(metadata=bearer(token))
@@ -214,7 +215,7 @@ async def attached(address: str, token: str = "", **fields: object) -> AsyncIter
     given = {"pod_id": "pod", "fingerprint": FINGERPRINT, "shape": SHAPE, "dtype": "float32", "readable": ["float32"]}
     hello = pb.AttachHello(**{**given, **fields})  # type: ignore[arg-type]
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        pod = Pod(channel, token, hello)
+        pod = Pod(address, channel, token, hello)
         try:
             await pod.attach()
             yield pod

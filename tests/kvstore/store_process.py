@@ -30,6 +30,8 @@ class StoreProcess(ServerProcess):
     def start(self) -> None:
         """Returns when it is ready."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVRELAY_", "REDIS_URL"))}
+        # Connections within this machine only.
+        kept |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
         command = [sys.executable, "-m", "kvrelay.kvstore.main", *self._options]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, env=kept, stdin=subprocess.DEVNULL, stderr=log)

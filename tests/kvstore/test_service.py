@@ -229,8 +229,8 @@ async def test_what_an_operator_asks(tmp_path: Path) -> None:
         assert (await pod.stub.Remove(pb.RemoveRequest(ids=b"".join(gone)))).num_removed == len(set(gone)) - 1
         assert (await pod.stub.Remove(pb.RemoveRequest(all=True))).num_removed == len(everything - set(gone))
         stat = await pod.stat()
-        assert [tier.num_blocks for tier in stat.tiers] == [0, 0]
-        assert [tier.used_bytes for tier in stat.tiers] == [0, 0]
+        assert [tier.num_blocks for tier in stat.tiers] == [0, 0, 0]
+        assert [tier.used_bytes for tier in stat.tiers] == [0, 0, 0]
 
 
 async def test_readiness_and_metrics(tmp_path: Path) -> None:
@@ -240,9 +240,10 @@ async def test_readiness_and_metrics(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{store.http_port}"
         answer = (await http.get(f"{url}/readyz")).json()
         assert answer["ready"]
-        memory, files = answer["tiers"]
+        memory, files, peers = answer["tiers"]
         assert (memory["tier"], memory["healthy"], files["tier"], files["healthy"]) == ("cpu", True, "file", False)
         assert "blocks" in files["reason"]
+        assert (peers["tier"], peers["healthy"]) == ("peer", True)
         assert await pod.store(chain_of(1, 3)) == 3
         assert await pod.read(chain_of(1, 3)) == 3
         text = (await http.get(f"{url}/metrics")).text

@@ -23,7 +23,8 @@ from kvrelay.kvstore.chain import Chain
 from kvrelay.kvstore.level import Pace
 from kvrelay.kvstore.memory import MemoryTier
 from kvrelay.kvstore.policy import make_policy
-from kvrelay.kvstore.sessions import Begun, Found, Hello, Loaded, Session, Sessions
+from kvrelay.kvstore.sessions import Begun, Found, Loaded, Session, Sessions
+from kvrelay.kvstore.supply import Hello, Nowhere
 from kvrelay.kvstore.tiers.files import FileTier
 from kvrelay.transfer.block import BlockInfo, checksum
 
@@ -94,7 +95,7 @@ async def opened(num_files: int = FILE_BLOCKS) -> AsyncIterator[Store]:
         chain = Chain(MemoryTier(arena, make_policy("lru", arena.size)), tiers, NoListener())
         await chain.open()
         try:
-            yield Store(chain, Sessions(chain))
+            yield Store(chain, Sessions(chain, Nowhere()))
         finally:
             await chain.close()
             arena.close()
@@ -260,7 +261,7 @@ async def test_a_load_that_waits_for_its_pod_can_be_cancelled() -> None:
             while call in pod.asked:
                 await pod.hear()
                 await asyncio.sleep(0.001)
-        assert pod.session.num_loads == 0
+        assert pod.session.num_tasks == 0
         pod.check()
         pod.release(pod.pins.total())
         await store.check_empty_handed()

@@ -59,6 +59,16 @@ class KvStoreStub:
                 request_serializer=kvrelay_dot_v1_dot_kvstore__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_kvstore__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Fetch = channel.unary_stream(
+                '/kvrelay.v1.KvStore/Fetch',
+                request_serializer=kvrelay_dot_v1_dot_kvstore__pb2.FetchRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_kvstore__pb2.FetchResponse.FromString,
+                _registered_method=True)
+        self.Suspect = channel.unary_unary(
+                '/kvrelay.v1.KvStore/Suspect',
+                request_serializer=kvrelay_dot_v1_dot_kvstore__pb2.SuspectRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_kvstore__pb2.SuspectResponse.FromString,
+                _registered_method=True)
 
 
 class KvStoreServicer:
@@ -99,6 +109,20 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fetch(self, request, context):
+        """For other stores: sends blocks that it has, each as one UCX message. Says which it has not, and ends when the others have been taken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Suspect(self, request, context):
+        """For other stores: blocks that came damaged. Those whose bytes in memory are wrong are removed from there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +150,16 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=kvrelay_dot_v1_dot_kvstore__pb2.VerifyRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_kvstore__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=kvrelay_dot_v1_dot_kvstore__pb2.FetchRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_kvstore__pb2.FetchResponse.SerializeToString,
+            ),
+            'Suspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Suspect,
+                    request_deserializer=kvrelay_dot_v1_dot_kvstore__pb2.SuspectRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_kvstore__pb2.SuspectResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +297,60 @@ class KvStore:
             '/kvrelay.v1.KvStore/Verify',
             kvrelay_dot_v1_dot_kvstore__pb2.VerifyRequest.SerializeToString,
             kvrelay_dot_v1_dot_kvstore__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.KvStore/Fetch',
+            kvrelay_dot_v1_dot_kvstore__pb2.FetchRequest.SerializeToString,
+            kvrelay_dot_v1_dot_kvstore__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Suspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.KvStore/Suspect',
+            kvrelay_dot_v1_dot_kvstore__pb2.SuspectRequest.SerializeToString,
+            kvrelay_dot_v1_dot_kvstore__pb2.SuspectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,10 @@ class KvStoreStub:
     """Removes blocks from all tiers."""
     Verify: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyResponse]
     """Reads every block of the tiers and checks it; what is corrupt is removed."""
+    Fetch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.FetchRequest, _kvstore_pb2.FetchResponse]
+    """For other stores: sends blocks that it has, each as one UCX message. Says which it has not, and ends when the others have been taken."""
+    Suspect: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.SuspectRequest, _kvstore_pb2.SuspectResponse]
+    """For other stores: blocks that came damaged. Those whose bytes in memory are wrong are removed from there."""
 
 @_typing.type_check_only
 class KvStoreAsyncStub(KvStoreStub):
@@ -55,6 +59,10 @@ class KvStoreAsyncStub(KvStoreStub):
     """Removes blocks from all tiers."""
     Verify: _aio.UnaryStreamMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyResponse]  # type: ignore[assignment]
     """Reads every block of the tiers and checks it; what is corrupt is removed."""
+    Fetch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.FetchRequest, _kvstore_pb2.FetchResponse]  # type: ignore[assignment]
+    """For other stores: sends blocks that it has, each as one UCX message. Says which it has not, and ends when the others have been taken."""
+    Suspect: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.SuspectRequest, _kvstore_pb2.SuspectResponse]  # type: ignore[assignment]
+    """For other stores: blocks that came damaged. Those whose bytes in memory are wrong are removed from there."""
 
 class KvStoreServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -96,5 +104,21 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.VerifyResponse], _abc.AsyncIterator[_kvstore_pb2.VerifyResponse]]:
         """Reads every block of the tiers and checks it; what is corrupt is removed."""
+
+    @_abc_1.abstractmethod
+    def Fetch(
+        self,
+        request: _kvstore_pb2.FetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.FetchResponse], _abc.AsyncIterator[_kvstore_pb2.FetchResponse]]:
+        """For other stores: sends blocks that it has, each as one UCX message. Says which it has not, and ends when the others have been taken."""
+
+    @_abc_1.abstractmethod
+    def Suspect(
+        self,
+        request: _kvstore_pb2.SuspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.SuspectResponse, _abc.Awaitable[_kvstore_pb2.SuspectResponse]]:
+        """For other stores: blocks that came damaged. Those whose bytes in memory are wrong are removed from there."""
 
 def add_KvStoreServicer_to_server(servicer: KvStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,5 +1,6 @@
 """The CPU tier's memory: one shared mapping that the pods of the node read and write, and who has which part of it."""
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -71,9 +72,11 @@ class Arena:
         return self.view[offset : offset + num_bytes]
 
     def close(self) -> None:
+        """The mapping goes with the last view of it."""
         self.path.unlink(missing_ok=True)
-        self.view.release()
-        self._map.close()
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
 
 
 def rounded(num_bytes: int) -> int:

@@ -1,6 +1,7 @@
 """The tiers that the settings ask for."""
 
 import fcntl
+import logging
 import os
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,6 +16,9 @@ from kvrelay.kvstore.tiers.base import Tier
 from kvrelay.kvstore.tiers.bucket import S3Access
 from kvrelay.kvstore.tiers.files import FileTier
 from kvrelay.kvstore.tiers.objects import ObjectTier
+from kvrelay.transfer.transport import Transport
+
+log = logging.getLogger(__name__)
 
 _EPOCH = 16 * "[0-9a-f]"
 
@@ -57,6 +61,30 @@ def _take_away(former: Path) -> bool:
 def make_tiers(settings: KvStoreSettings) -> list[Tier]:
     """Those below memory, not opened. Raises Internal where one cannot be as it is set."""
     return [_make_tier(tier, settings.node) for tier in settings.tiers[1:]]
+
+
+def make_transport(settings: KvStoreSettings) -> Transport | None:
+    """Not started. Raises Internal where UCX is asked for and not installed."""
+    if settings.peer_transport == "none":
+        return None
+    try:
+        from kvrelay.transfer.ucx import UcxTransport
+    except ImportError as error:
+        if settings.peer_transport == "ucx":
+            raise Internal(f"UCX is not installed: {error}") from error
+        log.warning("UCX is not installed: no blocks come out of other nodes' memory")
+        return None
+    return UcxTransport()
+
+
+def s3_of(settings: KvStoreSettings) -> options.S3Tier | None:
+    return next((tier for tier in settings.tiers if isinstance(tier, options.S3Tier)), None)
+
+
+def bucket_of(settings: KvStoreSettings) -> str:
+    """The same for all who can read each other's objects; empty: there is no S3 tier."""
+    tier = s3_of(settings)
+    return "" if tier is None else f"{tier.endpoint or tier.region or 'default'} {tier.bucket}"
 
 
 def _make_tier(tier: options.AnyTier, node: str) -> Tier:

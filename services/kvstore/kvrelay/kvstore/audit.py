@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvrelay.common.ids import BlockId
 from kvrelay.kvstore.arena import rounded
 from kvrelay.kvstore.chain import Chain
-from kvrelay.kvstore.level import Counters, Level
+from kvrelay.kvstore.level import Counters, Health, Level
 from kvrelay.kvstore.sessions import Sessions
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, TierFailed
 from kvrelay.transfer.block import BlockInfo
@@ -40,8 +40,8 @@ class Verified:
     """Could not be read."""
 
 
-def tiers(chain: Chain) -> Iterator[TierReport]:
-    """From the nearest on."""
+def tiers(chain: Chain, *elsewhere: Health) -> Iterator[TierReport]:
+    """From the nearest on. `elsewhere`: what holds nothing of its own."""
     memory = chain.memory
     yield TierReport(
         tier="cpu",
@@ -61,6 +61,16 @@ def tiers(chain: Chain) -> Iterator[TierReport]:
             healthy=level.healthy,
             reason="" if level.healthy else level.reason,
             counters=level.counters,
+        )
+    for health in elsewhere:
+        yield TierReport(
+            tier=health.name,
+            num_blocks=0,
+            used_bytes=0,
+            limit_bytes=0,
+            healthy=health.healthy,
+            reason="" if health.healthy else health.reason,
+            counters=health.counters,
         )
 
 
@@ -83,6 +93,17 @@ def violations(chain: Chain, sessions: Sessions) -> list[str]:
         if report.used_bytes > report.limit_bytes and report.healthy
     )
     return found
+
+
+def suspect(chain: Chain, ids: Sequence[BlockId]) -> int:
+    """Of blocks that someone else found damaged: how many are so in memory. They are removed from there."""
+    num_removed = 0
+    for block_id in ids:
+        slot = chain.memory.pin(block_id)
+        if slot is not None:
+            num_removed += not chain.verify(slot)
+            chain.release(slot)
+    return num_removed
 
 
 async def remove(chain: Chain, ids: Sequence[BlockId]) -> int:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvrelay.common.ids import BlockId
 from kvrelay.common.tasks import end_task
-from kvrelay.kvstore.level import HIGH_SHARE, Counters, Level
+from kvrelay.kvstore.level import HIGH_SHARE, Counters, Level, LevelSource, Source
 from kvrelay.kvstore.memory import MemoryTier, Slot
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, Tier, TierFailed
 from kvrelay.transfer.block import BlockInfo, checksum
@@ -114,10 +114,9 @@ class Chain:
                 return info, level.tier.name
         return None
 
-    def seconds(self, tier: str, num_bytes: int) -> float:
-        """That it takes to bring so much of a tier into memory, as it has been of late."""
-        paces = (level.pace for level in self.levels if level.tier.name == tier)
-        return sum(num_bytes / pace.bytes_per_second for pace in paces)
+    def health(self, tier: str) -> Level | None:
+        """Of the tier of that name; None for memory."""
+        return next((level for level in self.levels if level.name == tier), None)
 
     # Write.
 
@@ -146,12 +145,15 @@ class Chain:
             self.counters.bytes_read += slot.info.size
         return slot
 
-    async def load(self, block_id: BlockId) -> Slot | None:
-        """The block in memory, pinned, brought there if need be; None for a miss. Several who ask at once share one reading."""
+    async def load(self, block_id: BlockId, source: Source | None = None) -> Slot | None:
+        """The block in memory, pinned, brought there if need be; None for a miss. Several who ask at once share one reading.
+
+        `source`: where it is had from when no tier has it.
+        """
         while (slot := self.take(block_id)) is None:
             promoting = self._promoting.get(block_id)
             if promoting is None:
-                promoting = self._promoting[block_id] = asyncio.create_task(self._promote(block_id))
+                promoting = self._promoting[block_id] = asyncio.create_task(self._promote(block_id, source))
                 promoting.add_done_callback(lambda _: self._promoting.pop(block_id, None))
             if await asyncio.shield(promoting) is None:
                 self.counters.misses += 1
@@ -185,25 +187,33 @@ class Chain:
             self.memory.remove(slot.info.id)
             self.moved(slot.info)
 
-    async def _promote(self, block_id: BlockId) -> Slot | None:
-        """From the nearest tier that has the block whole."""
+    async def _promote(self, block_id: BlockId, elsewhere: Source | None) -> Slot | None:
+        """From the nearest that has the block whole."""
         for level in self.levels:
             info = level.tier.find(block_id) if level.healthy else None
             if info is None:
                 continue
             slot = await self._room_for(info)
-            if slot is None:
-                return None
-            whole = False
-            try:
-                whole = await self._read(level, slot)
-            finally:  # cancelled as well: the tier writes no more into it
-                if not whole:
-                    self.give_up(slot)
-            if whole:
-                self.commit(slot, info.checksum)
+            if slot is None or await self._fill(slot, LevelSource(level, info)):
+                return slot
+            self.moved(info)
+        if elsewhere is not None:
+            slot = await self._room_for(elsewhere.info)
+            if slot is not None and await self._fill(slot, elsewhere):
                 return slot
         return None
+
+    async def _fill(self, slot: Slot, source: Source) -> bool:
+        """Whether the block is whole, and committed; else its room is given up."""
+        whole = False
+        try:
+            whole = await self._read(source, slot)
+        finally:  # cancelled as well: then nothing more is written into it
+            if not whole:
+                self.give_up(slot)
+        if whole:
+            self.commit(slot, source.info.checksum)
+        return whole
 
     async def _room_for(self, info: BlockInfo) -> Slot | None:
         """In memory, waited for: others' blocks may have to go down first. None where it takes too long, or another writes the block."""
@@ -217,29 +227,28 @@ class Chain:
             self.counters.refused += 1
             return None
 
-    async def _read(self, level: Level, slot: Slot) -> bool:
+    async def _read(self, source: Source, slot: Slot) -> bool:
         started = time.monotonic()
         whole = False
-        level.pace.begin(started)
+        health, counters = source.health, source.health.counters
+        health.pace.begin(started)
         try:
             with self.memory.data(slot) as data:
-                await level.tier.get(slot.info.id, data)
+                await source.get(data)
             whole = True
-            level.counters.hits += 1
-            level.counters.bytes_read += slot.info.size
+            counters.hits += 1
+            counters.bytes_read += slot.info.size
         except Missing:
-            level.counters.misses += 1
+            counters.misses += 1
         except Corrupt as error:
-            level.counters.corrupt += 1
-            log.warning("a block of the %s tier is corrupt: %s", level.tier.name, error.message)
+            counters.corrupt += 1
+            log.warning("a block of the %s tier is corrupt: %s", health.name, error.message)
         except TierFailed as error:
-            level.failed(error)
+            source.failed(error)
         finally:
             ended = time.monotonic()
-            level.counters.seconds_reading += ended - started
-            level.pace.end(ended, slot.info.size if whole else 0)
-        if not whole:
-            self.moved(slot.info)
+            counters.seconds_reading += ended - started
+            health.pace.end(ended, slot.info.size if whole else 0)
         return whole
 
     async def _forget(self, level: Level, info: BlockInfo) -> None:

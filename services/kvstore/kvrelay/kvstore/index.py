@@ -8,6 +8,7 @@ Blocks of a segment share what is in braces, and so a slot of a Redis Cluster. E
 Redis may be away, empty or slow at any time: a look-up then finds nothing, within COMMAND_SECONDS.
 """
 
+import itertools
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
@@ -72,20 +73,18 @@ class Index:
 
     async def find(self, ids: Sequence[BlockId]) -> list[list[Location]]:
         """The locations of each block of a chain from its first on, up to the first block that has none. One round trip."""
-        keys = [self.key(head, block_id) for head, block_id in zip(heads(ids), ids, strict=True)]
+        found = await self.locate(list(zip(heads(ids), ids, strict=True)))
+        return list(itertools.takewhile(bool, found))
+
+    async def locate(self, entries: Sequence[Entry]) -> list[list[Location]]:
+        """The locations of each; none at all where Redis does not answer. One round trip."""
         try:
-            values = await self._values(keys)
+            values = await self._values([self.key(head, block_id) for head, block_id in entries])
         except (RedisError, OSError) as error:
             self.failures += 1
             log.warning("the index does not answer: %s", error)
             return []
-        found = []
-        for value in values:
-            locations = unpack(value or b"")
-            if not locations:
-                break
-            found.append(locations)
-        return found
+        return [unpack(value or b"") for value in values]
 
     async def _values(self, keys: Sequence[bytes]) -> list[bytes | None]:
         if not keys:

@@ -3,9 +3,12 @@
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvrelay.kvstore.tiers.base import Tier, TierFailed
+from kvrelay.transfer.block import BlockInfo
 
 log = logging.getLogger(__name__)
 
@@ -13,7 +16,7 @@ HIGH_SHARE = 0.9
 """Of a tier's limit, above which its coldest blocks go down."""
 COOL_SECONDS = 5.0
 """For which a tier that failed is left alone."""
-PRIOR_BYTES_PER_SECOND = {"file": 500e6, "s3": 50e6, "peer": 500e6}
+PRIOR_BYTES_PER_SECOND = defaultdict(lambda: 500e6, {"file": 500e6, "s3": 50e6, "peer": 500e6})
 """What a tier is taken to read before it has read much."""
 PRIOR_SECONDS = 0.05
 """Of reading, which the prior weighs as much as."""
@@ -69,28 +72,40 @@ class Pace:
             self._bytes /= 2
 
 
-@dataclass(slots=True)
-class Level:
-    """A tier below memory, and how it has been of late."""
+class Health:
+    """What a tier has done, and whether it is to be left alone."""
 
-    tier: Tier
-    counters: Counters = field(default_factory=Counters)
-    pace: Pace = field(init=False)
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
-    """Something was written there, or is to be."""
-    shrunk: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its sink has made room."""
-    wanted_bytes: int = 0
-    """For a block that waits for room."""
-    failed_until: float = 0.0
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        self.pace = Pace(PRIOR_BYTES_PER_SECOND.get(self.tier.name, 500e6))
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counters = Counters()
+        self.pace = Pace(PRIOR_BYTES_PER_SECOND[name])
+        self.failed_until = 0.0
+        self.reason = ""
 
     @property
     def healthy(self) -> bool:
         return time.monotonic() >= self.failed_until
+
+    def failed(self, error: TierFailed) -> None:
+        if self.healthy:
+            log.warning("the %s tier is left alone for %g s: %s", self.name, COOL_SECONDS, error.message)
+        self.counters.failures += 1
+        self.failed_until = time.monotonic() + COOL_SECONDS
+        self.reason = error.message
+
+
+class Level(Health):
+    """A tier below memory."""
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier.name)
+        self.tier = tier
+        self.grown = asyncio.Event()
+        """Something was written there, or is to be."""
+        self.shrunk = asyncio.Event()
+        """Its sink has made room."""
+        self.wanted_bytes = 0
+        """For a block that waits for room."""
 
     @property
     def is_full(self) -> bool:
@@ -98,9 +113,33 @@ class Level:
         used, limit = self.tier.used_bytes, self.tier.limit_bytes
         return used > HIGH_SHARE * limit or used + self.wanted_bytes > limit
 
+
+class Source(Protocol):
+    """A block that can be brought into memory."""
+
+    info: BlockInfo
+    health: Health
+    """Of where it comes from; what is read is counted there."""
+
+    async def get(self, into: memoryview) -> object:
+        """As `Tier.get`."""
+        ...
+
     def failed(self, error: TierFailed) -> None:
-        if self.healthy:
-            log.warning("the %s tier is left alone for %g s: %s", self.tier.name, COOL_SECONDS, error.message)
-        self.counters.failures += 1
-        self.failed_until = time.monotonic() + COOL_SECONDS
-        self.reason = error.message
+        """What it came from is to be left alone."""
+        ...
+
+
+class LevelSource:
+    """A block of a tier of the node."""
+
+    def __init__(self, level: Level, info: BlockInfo) -> None:
+        self.info = info
+        self.health: Health = level
+        self._level = level
+
+    async def get(self, into: memoryview) -> object:
+        return await self._level.tier.get(self.info.id, into)
+
+    def failed(self, error: TierFailed) -> None:
+        self._level.failed(error)

@@ -7,9 +7,8 @@ from typing import NamedTuple, Protocol
 
 from kvrelay.common.ids import BlockId
 from kvrelay.kvstore.arena import rounded
-from kvrelay.kvstore.chain import Chain
 from kvrelay.kvstore.memory import Slot
-from kvrelay.transfer.block import BlockInfo
+from kvrelay.kvstore.supply import Supply
 
 AHEAD_BLOCKS = 32
 """That a load has under way, or in hand, before the one that comes next."""
@@ -19,8 +18,6 @@ TURN_BLOCKS = 256
 
 class Reader(Protocol):
     """For whom blocks are loaded."""
-
-    def reads(self, info: BlockInfo) -> bool: ...
 
     def fits(self, ahead_bytes: int, num_bytes: int) -> bool:
         """It may hold a block of `num_bytes` beside what it holds and the `ahead_bytes` that come before. One block always fits
@@ -41,8 +38,8 @@ class Loading:
     """Of the blocks `ids`, up to the first that cannot be had or read. `give` hands a block and a pin of it over; before, both are
     the loading's own."""
 
-    def __init__(self, chain: Chain, ids: Sequence[BlockId], reader: Reader, give: Callable[[Slot], None]) -> None:
-        self._chain = chain
+    def __init__(self, supply: Supply, ids: Sequence[BlockId], reader: Reader, give: Callable[[Slot], None]) -> None:
+        self._supply = supply
         self._reader = reader
         self._give = give
         self._rest = deque(ids)
@@ -73,14 +70,14 @@ class Loading:
     def _look_ahead(self) -> None:
         while self._rest and len(self._ahead) < AHEAD_BLOCKS:
             block_id = self._rest[0]
-            found = self._chain.find(block_id)
-            if found is None or not self._reader.reads(found[0]):
+            found = self._supply.find(block_id)
+            if found is None:
                 self._rest.clear()
                 return
             size = rounded(found[0].size)
             if not self._reader.fits(self._ahead_bytes, size):
                 return
-            coming = self._chain.take(block_id) or asyncio.create_task(self._chain.load(block_id))
+            coming = self._supply.take(block_id) or asyncio.create_task(self._supply.load(block_id))
             self._ahead.append(_Ahead(coming, size))
             self._ahead_bytes += size
             self._rest.popleft()
@@ -89,18 +86,18 @@ class Loading:
         coming = self._ahead[0].coming
         slot = coming if isinstance(coming, Slot) else await coming
         self._ahead_bytes -= self._ahead.popleft().size
-        if slot is not None and not self._reader.reads(slot.info):  # removed, and written anew by others meanwhile
-            self._chain.release(slot)
+        if slot is not None and not self._supply.reads(slot.info):  # removed, and written anew by others meanwhile
+            self._supply.release(slot)
             return None
         return slot
 
     def _drop(self, coming: Slot | asyncio.Task[Slot | None]) -> None:
         if isinstance(coming, Slot):
-            self._chain.release(coming)
+            self._supply.release(coming)
         else:
             coming.add_done_callback(self._dropped)
             coming.cancel()
 
     def _dropped(self, task: asyncio.Task[Slot | None]) -> None:
         if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
-            self._chain.release(slot)
+            self._supply.release(slot)

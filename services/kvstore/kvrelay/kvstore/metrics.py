@@ -6,10 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.common.pod.state import PodState
-from kvrelay.kvstore import audit
-from kvrelay.kvstore.announcer import Announcer
-from kvrelay.kvstore.chain import Chain
-from kvrelay.kvstore.sessions import Sessions
+from kvrelay.kvstore.node import Node
 
 COUNTERS = {
     "hits": "Blocks read from the tier",
@@ -33,14 +30,13 @@ GAUGES = {
 
 
 class KvStoreCollector(Collector):
-    def __init__(self, chain: Chain, sessions: Sessions, announcer: Announcer, state: PodState) -> None:
-        self._chain = chain
-        self._sessions = sessions
-        self._announcer = announcer
+    def __init__(self, node: Node, state: PodState) -> None:
+        self._node = node
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        reports = list(audit.tiers(self._chain))
+        node = self._node
+        reports = list(node.reports())
         for name, text in COUNTERS.items():
             counter = CounterMetricFamily(f"kvrelay_kvstore_{name}", text, labels=["tier"])
             for report in reports:
@@ -51,11 +47,16 @@ class KvStoreCollector(Collector):
             for report in reports:
                 gauge.add_metric([report.tier], float(getattr(report, name)))
             yield gauge
-        yield GaugeMetricFamily("kvrelay_kvstore_pods", "Pods attached", value=len(self._sessions))
-        yield GaugeMetricFamily("kvrelay_kvstore_pins", "Pins that pods hold", value=self._sessions.num_pins)
-        yield GaugeMetricFamily("kvrelay_kvstore_writing", "Blocks being written", value=self._sessions.num_writing)
-        backlog = self._announcer.backlog
+        yield GaugeMetricFamily("kvrelay_kvstore_pods", "Pods attached", value=len(node.sessions))
+        yield GaugeMetricFamily("kvrelay_kvstore_pins", "Pins that pods hold", value=node.sessions.num_pins)
+        yield GaugeMetricFamily("kvrelay_kvstore_writing", "Blocks being written", value=node.sessions.num_writing)
+        backlog = node.announcer.backlog
         yield GaugeMetricFamily("kvrelay_kvstore_index_backlog", "Blocks the index is still to hear of", value=backlog)
-        failures = self._announcer.failures
+        failures = node.announcer.failures
         yield CounterMetricFamily("kvrelay_kvstore_index_failures", "Times the index did not answer", value=failures)
+        lookups = node.index.failures
+        yield CounterMetricFamily(
+            "kvrelay_kvstore_lookup_failures", "Look-ups that Redis did not answer", value=lookups
+        )
+        yield GaugeMetricFamily("kvrelay_kvstore_nodes", "Other nodes that are known", value=node.peers.num_nodes)
         yield GaugeMetricFamily("kvrelay_kvstore_ready", "1: the store takes pods", value=float(self._state.ready))

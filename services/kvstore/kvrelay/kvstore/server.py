@@ -1,11 +1,9 @@
 """A store's life: start, serve, drain, stop, each bounded."""
 
 import asyncio
-import contextlib
 import importlib.metadata
 import logging
 import signal
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -13,27 +11,22 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.common import net
+from kvrelay.common.discovery import Registration
 from kvrelay.common.errors import Internal, KvrelayError
 from kvrelay.common.ids import new_epoch
+from kvrelay.common.nodes import NodeRecord
 from kvrelay.common.pod.security import TokenInterceptor, bind
 from kvrelay.common.pod.state import PodState
 from kvrelay.common.pod.web import WebApp, WebServer
 from kvrelay.common.rpc import SERVER_OPTIONS
 from kvrelay.common.tasks import end_task
 from kvrelay.common.telemetry import exposition, new_registry
-from kvrelay.kvstore import audit
-from kvrelay.kvstore.announcer import Announcer
-from kvrelay.kvstore.arena import Arena
-from kvrelay.kvstore.assembly import make_arena, make_tiers
-from kvrelay.kvstore.chain import Chain
-from kvrelay.kvstore.index import Index
-from kvrelay.kvstore.location import node_key
-from kvrelay.kvstore.memory import MemoryTier
+from kvrelay.kvstore.assembly import bucket_of
 from kvrelay.kvstore.metrics import KvStoreCollector
-from kvrelay.kvstore.policy import make_policy
+from kvrelay.kvstore.node import Node
 from kvrelay.kvstore.servicer import KvStoreServicer
-from kvrelay.kvstore.sessions import Sessions
 from kvrelay.kvstore.settings import KvStoreSettings
+from kvrelay.kvstore.tiers.objects import ObjectTier
 from kvrelay.v1 import kvstore_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -66,14 +59,6 @@ async def serve_store(settings: KvStoreSettings) -> int:
         await store.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What there is once the arena is."""
-
-    chain: Chain
-    sessions: Sessions
-
-
 class KvStore:
     """Owns the arena, the tiers and the servers; everything runs on one event loop."""
 
@@ -87,10 +72,8 @@ class KvStore:
         self._dead = asyncio.Event()
         self._registry = new_registry()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._index = Index(settings.redis_url, settings.cluster)
-        self._announcer = Announcer(self._index, node_key(settings.node), self.epoch)
-        self._making: asyncio.Task[Arena] | None = None
-        self._parts: Parts | None = None
+        self._node = Node(settings, self.epoch)
+        self._registration: Registration | None = None
         self._server: grpc.aio.Server | None = None
         self._web: WebServer | None = None
 
@@ -99,29 +82,31 @@ class KvStore:
         self._start_web()
         self._server = self._make_server()
         leaving = asyncio.create_task(self.state.leaving.wait(), name="leaving")
-        opening = asyncio.create_task(self._open(), name="open")
+        opening = asyncio.create_task(self._node.open(), name="open")
         try:
             await asyncio.wait((leaving, opening), return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
                 log.info("asked to leave while the tiers opened")
                 return False
-            self._serve_parts(opening.result())
+            opening.result()
         finally:
             await end_task(leaving)
             if not opening.done():
                 await end_task(opening)
+        self._registry.register(KvStoreCollector(self._node, self.state))
+        kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreServicer(self._node, self.state, VERSION), self._server)
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self.state.serve()
+        self._registration = Registration(self._settings.redis_url, self._settings.cluster, self._record())
+        self._registration.start()
         log.info("%s, epoch %s, serves on port %d", self._settings.node, self.epoch, self.grpc_port)
         return True
 
     async def serve(self) -> None:
         """Until it is asked to leave, and has drained. Raises Internal where a part of it has failed."""
-        parts = self._opened
-        assert self._announcer.task is not None
         leaving = asyncio.create_task(self.state.leaving.wait(), name="leaving")
-        working = (self._announcer.task, *parts.chain.sinks)
+        working = self._node.tasks()
         try:
             await asyncio.wait((leaving, *working), return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():
@@ -136,70 +121,36 @@ class KvStore:
 
     async def drain(self) -> None:
         """No more pods; those that are there may finish what they read and write, then memory goes down, all within the grace period."""
-        parts, grace = self._opened, self.state.grace_seconds
+        node, grace = self._node, self.state.grace_seconds
         seconds = self._settings.grace_seconds if grace is None else min(grace, self._settings.grace_seconds)
         log.info("draining, for %.1f s at most", seconds)
         self.state.drain()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        parts.sessions.leave()
+        if self._registration is not None:
+            await self._registration.stop()
+        node.sessions.leave()
         try:
             async with asyncio.timeout(seconds):
-                while parts.sessions.busy:
+                while node.sessions.busy:
                     await asyncio.sleep(LOOK_SECONDS)
-                await parts.chain.flush()
+                await node.chain.flush()
         except TimeoutError:
-            log.info("the grace period is over: pods hold %d pins", parts.sessions.num_pins)
+            log.info("the grace period is over: pods hold %d pins", node.sessions.num_pins)
         else:
             log.info("drained")
 
     async def stop(self) -> None:
         """Also of a store that has not started, or half."""
         self.state.finish(self.state.reason or "the store is stopping")
+        if self._registration is not None:
+            await self._registration.stop()
         if self._server is not None:
             await self._server.stop(STOP_SECONDS)
-        await self._announcer.stop()
-        if self._parts is not None:
-            await self._parts.chain.close()
-        if self._making is not None:
-            with contextlib.suppress(KvrelayError):  # it has been raised by `start`
-                (await self._making).close()
-        await self._index.close()
+        await self._node.close()
         if self._web is not None:
             await self._web.stop()
 
     # Parts.
-
-    @property
-    def _opened(self) -> Parts:
-        assert self._parts is not None, "the store has started"
-        return self._parts
-
-    async def _open(self) -> Parts:
-        settings = self._settings
-        tiers = make_tiers(settings)
-        # In a thread: its pages are made, which takes most of a second for a GiB.
-        self._making = asyncio.create_task(asyncio.to_thread(make_arena, settings, self.epoch), name="arena")
-        arena = await asyncio.shield(self._making)
-        memory = MemoryTier(arena, make_policy(settings.tiers[0].policy, arena.size))
-        chain = Chain(memory, tiers, self._announcer)
-        parts = self._parts = Parts(chain, Sessions(chain))
-        await chain.open()
-        return parts
-
-    def _serve_parts(self, parts: Parts) -> None:
-        assert self._server is not None
-        self._registry.register(KvStoreCollector(parts.chain, parts.sessions, self._announcer, self.state))
-        servicer = KvStoreServicer(
-            parts.chain,
-            parts.sessions,
-            self._announcer,
-            self.state,
-            node_id=self._settings.node,
-            epoch=self.epoch,
-            version=VERSION,
-        )
-        kvstore_pb2_grpc.add_KvStoreServicer_to_server(servicer, self._server)
-        self._announcer.start(parts.chain)
 
     def _start_web(self) -> None:
         settings = self._settings
@@ -210,11 +161,27 @@ class KvStore:
         self._web.start()
 
     def _details(self) -> dict[str, object]:
-        if self._parts is None:
-            return {"tiers": []}
         shown = ("tier", "healthy", "reason", "used_bytes", "limit_bytes")
-        reports = audit.tiers(self._parts.chain)
-        return {"tiers": [{name: getattr(report, name) for name in shown} for report in reports]}
+        registration = self._registration
+        return {
+            "tiers": [{name: getattr(report, name) for name in shown} for report in self._node.reports()],
+            "registered": registration is not None and registration.registered.is_set(),
+        }
+
+    def _record(self) -> NodeRecord:
+        settings = self._settings
+        host = net.advertised(settings.host, settings.advertise_host, settings.redis_url)
+        objects = self._node.chain.health("s3")
+        return NodeRecord(
+            node_id=self._node.id,
+            epoch=self.epoch,
+            grpc_address=net.join(host, self.grpc_port),
+            http_address=net.join(host, self.http_port),
+            version=VERSION,
+            transfer_address=self._node.transfer_address,
+            bucket=bucket_of(settings),
+            prefix=objects.tier.prefix if objects is not None and isinstance(objects.tier, ObjectTier) else "",
+        )
 
     def _make_server(self) -> grpc.aio.Server:
         settings = self._settings

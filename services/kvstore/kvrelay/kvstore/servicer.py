@@ -1,49 +1,40 @@
 """The KvStore service: pods' streams, and what an operator asks."""
 
 import asyncio
+import contextlib
 
 import grpc.aio
 
-from kvrelay.common.errors import InvalidRequest
-from kvrelay.common.ids import Epoch
+from kvrelay.common.errors import InvalidRequest, StaleEpoch, Unavailable
 from kvrelay.common.pod.state import PodState
 from kvrelay.common.rpc import answering
 from kvrelay.common.tasks import end_task
 from kvrelay.kvstore import audit, wire
-from kvrelay.kvstore.announcer import Announcer
-from kvrelay.kvstore.chain import Chain
-from kvrelay.kvstore.sessions import Session, Sessions
+from kvrelay.kvstore.node import Node
+from kvrelay.kvstore.sessions import Session
 from kvrelay.v1 import kvstore_pb2 as pb
 from kvrelay.v1 import kvstore_pb2_grpc
 
 LIST_BLOCKS = 1024
 """In one message."""
+MAX_SUSPECTS = 64
+"""That are checked for one request."""
 
 AttachContext = grpc.aio.ServicerContext[pb.AttachRequest, pb.AttachResponse]
 StatContext = grpc.aio.ServicerContext[pb.StatRequest, pb.StatResponse]
 ListContext = grpc.aio.ServicerContext[pb.ListRequest, pb.ListResponse]
 RemoveContext = grpc.aio.ServicerContext[pb.RemoveRequest, pb.RemoveResponse]
+FetchContext = grpc.aio.ServicerContext[pb.FetchRequest, pb.FetchResponse]
+SuspectContext = grpc.aio.ServicerContext[pb.SuspectRequest, pb.SuspectResponse]
 VerifyContext = grpc.aio.ServicerContext[pb.VerifyRequest, pb.VerifyResponse]
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
-    def __init__(
-        self,
-        chain: Chain,
-        sessions: Sessions,
-        announcer: Announcer,
-        state: PodState,
-        *,
-        node_id: str,
-        epoch: Epoch,
-        version: str,
-    ) -> None:
-        self._chain = chain
-        self._sessions = sessions
-        self._announcer = announcer
+    def __init__(self, node: Node, state: PodState, version: str) -> None:
+        self._node = node
+        self._chain = node.chain
+        self._sessions = node.sessions
         self._state = state
-        self._node_id = node_id
-        self._epoch = epoch
         self._version = version
 
     async def Attach(self, requests: object, context: AttachContext) -> None:  # type: ignore[override]
@@ -55,7 +46,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             session = self._sessions.open(wire.hello_from_proto(first.hello))
             try:
                 arena = self._chain.memory.arena
-                attached = pb.Attached(epoch=self._epoch, arena_path=str(arena.path), arena_bytes=arena.size)
+                attached = pb.Attached(epoch=self._node.epoch, arena_path=str(arena.path), arena_bytes=arena.size)
                 await context.write(pb.AttachResponse(attached=attached))
                 await self._serve(session, context)
             finally:
@@ -83,14 +74,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
 
     def _stat(self) -> pb.StatResponse:
         return pb.StatResponse(
-            node_id=self._node_id,
-            epoch=self._epoch,
+            node_id=self._node.id,
+            epoch=self._node.epoch,
             version=self._version,
-            tiers=map(wire.report_to_proto, audit.tiers(self._chain)),
+            tiers=map(wire.report_to_proto, self._node.reports()),
             num_pods=len(self._sessions),
             num_pins=self._sessions.num_pins,
             num_writing=self._sessions.num_writing,
-            announcer_backlog=self._announcer.backlog,
+            announcer_backlog=self._node.announcer.backlog,
             violations=audit.violations(self._chain, self._sessions),
         )
 
@@ -115,3 +106,23 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         async with answering(context):
             async for seen in audit.verify(self._chain):
                 await context.write(wire.verified_to_proto(seen))
+
+    async def Fetch(self, request: pb.FetchRequest, context: FetchContext) -> None:  # type: ignore[override]
+        async with answering(context):
+            self._state.check_accepting()
+            if request.epoch != self._node.epoch:
+                raise StaleEpoch(f"this is epoch {self._node.epoch} of {self._node.id}")
+            if self._node.sender is None:
+                raise Unavailable("no transport")
+            wanted = wire.wanted_from_proto(request)
+            sending = self._node.sender.send(request.transfer_address, wanted, request.timeout_ms / 1000)
+            async with contextlib.aclosing(sending):
+                async for missing in sending:
+                    await context.write(pb.FetchResponse(missing=missing))
+
+    async def Suspect(self, request: pb.SuspectRequest, context: SuspectContext) -> pb.SuspectResponse:
+        answer = pb.SuspectResponse()
+        async with answering(context):
+            ids = wire.ids_from_proto(request.ids, "ids")[:MAX_SUSPECTS]
+            answer.num_removed = audit.suspect(self._chain, ids)
+        return answer

@@ -8,18 +8,16 @@ import asyncio
 import functools
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from kvrelay.common.errors import InvalidRequest, Overloaded
-from kvrelay.common.ids import BlockId, Fingerprint, PodId
-from kvrelay.common.layout import KvDtype
+from kvrelay.common.ids import BlockId
 from kvrelay.kvstore.arena import rounded
 from kvrelay.kvstore.chain import Chain
 from kvrelay.kvstore.loading import Loading
 from kvrelay.kvstore.memory import Slot
+from kvrelay.kvstore.supply import Elsewhere, Hello, Supply
 from kvrelay.transfer.block import BlockInfo
 
 log = logging.getLogger(__name__)
@@ -28,6 +26,8 @@ MAX_BLOCKS = 65_536
 """Of one message."""
 MAX_LOADS = 1024
 """Of one session at a time."""
+MAX_FINDS = 1024
+"""Of one session at a time, beyond which nothing more is taken in."""
 MAX_SESSIONS = 256
 MAX_REPLIES = 1024
 """That wait to be sent before nothing more is taken in."""
@@ -38,25 +38,6 @@ HERE, NO_ROOM = -1, -2
 """In place of an offset: the block is there already, or being written; there is no room for it now."""
 WRITING_SHARE = 0.5
 """Of memory, that a session may have begun to write."""
-
-
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pod says of itself."""
-
-    pod_id: PodId
-    fingerprint: Fingerprint
-    shape: str
-    dtype: KvDtype
-    """In which it writes."""
-    readable: frozenset[KvDtype]
-
-    def reads(self, info: BlockInfo) -> bool:
-        return (
-            info.fingerprint == self.fingerprint
-            and info.shape == self.shape
-            and info.dtype in self.readable
-            and info.encoding == "exact"
-        )
 
 
 @dataclass(slots=True)
@@ -98,7 +79,7 @@ Reply = Found | Begun | Loaded
 class Session:
     """Calls are for one event loop. What raises InvalidRequest changed nothing, and the session is to be closed."""
 
-    def __init__(self, chain: Chain, hello: Hello) -> None:
+    def __init__(self, chain: Chain, elsewhere: Elsewhere, hello: Hello) -> None:
         self.hello = hello
         self.closed = False
         self.leaving = False
@@ -106,25 +87,29 @@ class Session:
         self.num_pins = 0
         self.pinned_bytes = 0
         self._chain = chain
+        self._supply = Supply(chain, elsewhere, hello)
         self._pins: dict[int, tuple[Slot, int]] = {}
         """How many of each block, by its offset."""
         self._writing: dict[int, Slot] = {}
         self._writing_bytes = 0
         self._loads: dict[int, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """All that is under way."""
         self._released = asyncio.Event()
         self._replies: deque[Reply] = deque()
         self._growing: dict[int, Loaded] = {}
         """Of each load, what is among the replies."""
         self._replied = asyncio.Event()
-        self._sent = asyncio.Event()
+        self._roomier = asyncio.Event()
 
     @property
     def num_writing(self) -> int:
         return len(self._writing)
 
     @property
-    def num_loads(self) -> int:
-        return len(self._loads)
+    def num_tasks(self) -> int:
+        """Loads and finds under way."""
+        return len(self._tasks)
 
     @property
     def num_replies(self) -> int:
@@ -134,28 +119,56 @@ class Session:
     # What the pod asks.
 
     def find(self, call: int, first: int, ids: Sequence[BlockId]) -> None:
+        if not self._supply.lacks(ids, first):
+            self._reply(Found(call, self._runs(ids[first:])))
+        else:
+            self._work(self._find(call, first, ids), f"find {call}")
+
+    async def _find(self, call: int, first: int, ids: Sequence[BlockId]) -> None:
+        try:
+            await self._supply.look(ids, first)
+        finally:
+            self._reply(Found(call, self._runs(ids[first:])))
+
+    def _runs(self, ids: Sequence[BlockId]) -> list[Run]:
         runs: list[Run] = []
-        for block_id in ids[first:] if not self.leaving else ():
-            found = self._chain.find(block_id)
-            if found is None or not self.hello.reads(found[0]):
+        for block_id in ids if not self.leaving else ():
+            found = self._supply.find(block_id)
+            if found is None:
                 break
-            if not runs or runs[-1].tier != found[1]:
-                runs.append(Run(found[1]))
+            info, tier, health = found
+            if not runs or runs[-1].tier != tier:
+                runs.append(Run(tier))
             runs[-1].num_blocks += 1
-            runs[-1].num_bytes += found[0].size
-        for run in runs:
-            run.seconds = self._chain.seconds(run.tier, run.num_bytes)
-        self._reply(Found(call, runs))
+            runs[-1].num_bytes += info.size
+            runs[-1].seconds += info.size / health.pace.bytes_per_second if health is not None else 0.0
+        return runs
 
     def load(self, call: int, first: int, ids: Sequence[BlockId]) -> None:
         if call in self._loads:
             raise InvalidRequest(f"call {call} is under way already", "load.call")
         if len(self._loads) >= MAX_LOADS:
             raise InvalidRequest(f"over {MAX_LOADS} loads at a time", "load.call")
-        wanted = ids[first:] if not self.leaving else ()
-        loading = Loading(self._chain, wanted, self, functools.partial(self._give, call))
-        task = self._loads[call] = asyncio.create_task(loading.run(), name=f"load {call}")
+        task = self._loads[call] = self._work(self._load(call, first, ids), f"load {call}")
         task.add_done_callback(functools.partial(self._load_ended, call))
+
+    async def _load(self, call: int, first: int, ids: Sequence[BlockId]) -> None:
+        if self._supply.lacks(ids, first):
+            await self._supply.look(ids, first)
+        if not self.leaving:
+            await Loading(self._supply, ids[first:], self, functools.partial(self._give, call)).run()
+
+    def _work(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._worked)
+        return task
+
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._roomier.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)  # a fault of ours: a miss for the pod
 
     def cancel(self, call: int) -> None:
         """A load that has ended meanwhile is none."""
@@ -214,41 +227,38 @@ class Session:
         reply = self._replies.popleft()
         if isinstance(reply, Loaded) and self._growing.get(reply.call) is reply:
             del self._growing[reply.call]
-        self._sent.set()
+        self._roomier.set()
         return reply
 
     async def room(self) -> None:
-        """Returns when few enough replies wait that more may be asked."""
-        while len(self._replies) >= MAX_REPLIES:
-            self._sent.clear()
-            await self._sent.wait()
+        """Returns when so little is under way, and to be said, that more may be asked."""
+        while len(self._replies) >= MAX_REPLIES or len(self._tasks) - len(self._loads) >= MAX_FINDS:
+            self._roomier.clear()
+            await self._roomier.wait()
 
     # Its end.
 
     def leave(self) -> None:
         """The store is about to end: nothing new, so that the session comes to hold nothing."""
         self.leaving = True
-        for load in self._loads.values():
-            load.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     def close(self) -> None:
         """The pod is gone. At once, but for what its loads have under way: see `ended`."""
         self.closed = True
-        for load in self._loads.values():
-            load.cancel()
+        for task in self._tasks:
+            task.cancel()
         for offset, (_, count) in list(self._pins.items()):
             self._unpin(offset, count)
         for offset in list(self._writing):
             self._chain.give_up(self._written(offset))
 
     async def ended(self) -> None:
-        if self._loads:
-            await asyncio.wait(self._loads.values())
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     # As the reader of its loads.
-
-    def reads(self, info: BlockInfo) -> bool:
-        return self.hello.reads(info)
 
     def fits(self, ahead_bytes: int, num_bytes: int) -> bool:
         held = self.pinned_bytes + ahead_bytes
@@ -279,8 +289,6 @@ class Session:
         return reply
 
     def _load_ended(self, call: int, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a load failed", exc_info=error)  # a fault of ours: a miss for the pod
         del self._loads[call]
         self._loaded(call).end = True
         del self._growing[call]
@@ -303,7 +311,7 @@ class Session:
 
     def _begin(self, info: BlockInfo) -> int:
         found = self._chain.find(info.id)
-        if found is not None and self.reads(found[0]):
+        if found is not None and self.hello.reads(found[0]):
             return HERE
         limit = WRITING_SHARE * self._chain.memory.limit_bytes
         if self.leaving or (self._writing and self._writing_bytes + rounded(info.size) > limit):
@@ -324,8 +332,9 @@ class Session:
 class Sessions:
     """All of a store."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, elsewhere: Elsewhere) -> None:
         self._chain = chain
+        self._elsewhere = elsewhere
         self._open: set[Session] = set()
 
     def __len__(self) -> int:
@@ -335,7 +344,7 @@ class Sessions:
         """Raises Overloaded. To be closed by `close`."""
         if len(self._open) >= MAX_SESSIONS:
             raise Overloaded(f"{MAX_SESSIONS} pods are attached already")
-        session = Session(self._chain, hello)
+        session = Session(self._chain, self._elsewhere, hello)
         self._open.add(session)
         return session
 
@@ -354,7 +363,7 @@ class Sessions:
     @property
     def busy(self) -> bool:
         """Some session holds something of the arena, or is about to."""
-        return any(session.num_pins or session.num_writing or session.num_loads for session in self._open)
+        return any(session.num_pins or session.num_writing or session.num_tasks for session in self._open)
 
     def leave(self) -> None:
         for session in self._open:

@@ -171,6 +171,13 @@ class KvStoreSettings(ServiceSettings):
     arena_directory: Path = Path("/dev/shm")
     """A memory file system, which the node's pods have as well."""
 
+    peer_transport: Literal["auto", "ucx", "none"] = "auto"
+    """How blocks come out of other nodes' memory; auto: by UCX where it is installed."""
+    peer_timeout_seconds: float = Field(default=1.0, gt=0, le=60)
+    """Within which another node sends something of what it was asked for, or is left alone for a while."""
+    peer_tls_ca: Path | None = None
+    """PEM file: who signs other stores' certificates; with it they are called with TLS and this store's certificate."""
+
     auth_token: SecretStr | None = None
     """Callers must bring it as `authorization: Bearer TOKEN`."""
     auth_token_file: Path | None = None

@@ -9,11 +9,14 @@ from kvrelay.common.ids import BlockId, Fingerprint, PodId
 from kvrelay.common.layout import KvDtype
 from kvrelay.kvstore.audit import TierReport, Verified
 from kvrelay.kvstore.level import Counters
-from kvrelay.kvstore.sessions import MAX_BLOCKS, Begun, Found, Hello, Loaded, Reply, Session
+from kvrelay.kvstore.peers.sender import Wanted
+from kvrelay.kvstore.sessions import MAX_BLOCKS, Begun, Found, Loaded, Reply, Session
+from kvrelay.kvstore.supply import Hello
 from kvrelay.transfer.block import BlockInfo
 from kvrelay.v1 import kvstore_pb2 as pb
 
 MAX_NAME_CHARS = 256
+MAX_FETCHED = 1024
 _SHAPE = re.compile(r"[0-9a-f]{16}")
 _DTYPES = {dtype.value: dtype for dtype in KvDtype}
 _TIERS = {"cpu": pb.TIER_CPU, "file": pb.TIER_FILE, "s3": pb.TIER_S3, "peer": pb.TIER_PEER}
@@ -81,6 +84,14 @@ def _bounded(offsets: Sequence[int], field: str) -> Sequence[int]:
     if len(offsets) > MAX_BLOCKS:
         raise InvalidRequest(f"over {MAX_BLOCKS} offsets", field)
     return offsets
+
+
+def wanted_from_proto(request: pb.FetchRequest) -> list[Wanted]:
+    if len(request.blocks) > MAX_FETCHED or len({block.tag for block in request.blocks}) != len(request.blocks):
+        raise InvalidRequest(f"blocks must be at most {MAX_FETCHED}, and their tags different", "blocks")
+    if any(len(block.id) != ID_BYTES for block in request.blocks):
+        raise InvalidRequest(f"ids must have {ID_BYTES} bytes", "blocks.id")
+    return [Wanted(BlockId(block.id), block.tag, block.size, block.checksum) for block in request.blocks]
 
 
 def reply_to_proto(reply: Reply) -> pb.AttachResponse:

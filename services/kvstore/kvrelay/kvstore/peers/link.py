@@ -1,0 +1,160 @@
+"""The way to one other store, in one of its lives: asked over gRPC, answered over UCX. Kept while it works, cut when it does not."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from kvrelay.common.access import PodAccess
+from kvrelay.common.errors import TransferFailed
+from kvrelay.common.ids import BlockId
+from kvrelay.common.nodes import NodeRecord
+from kvrelay.common.rpc import CHANNEL_OPTIONS, from_rpc_error
+from kvrelay.common.tasks import end_task
+from kvrelay.kvstore.peers.arrivals import Arrival, Arrivals
+from kvrelay.kvstore.tiers.base import Missing
+from kvrelay.transfer.block import BlockInfo
+from kvrelay.transfer.transport import Peer, Transport
+from kvrelay.v1 import kvstore_pb2 as pb
+from kvrelay.v1 import kvstore_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+BATCH_BLOCKS = 64
+"""That are asked for at once, at most."""
+SENDING_SECONDS = 10.0
+"""For which the other store may try to send what it was asked for."""
+
+Wanted = tuple[BlockInfo, Arrival]
+
+
+class Link:
+    """While something is wanted, something must come within `seconds`."""
+
+    def __init__(
+        self, record: NodeRecord, transport: Transport, arrivals: Arrivals, access: PodAccess, seconds: float
+    ) -> None:
+        """Raises TransferFailed where the transport knows no way."""
+        self.record = record
+        self.closed = False
+        self._transport = transport
+        self._arrivals = arrivals
+        self._metadata = access.metadata
+        self._seconds = seconds
+        # What is landing ends, by force if need be, with an endpoint of this side.
+        self._peer: Peer = transport.connect(record.transfer_address, lambda error: self.cut())
+        self._channel = access.channel(record.grpc_address, CHANNEL_OPTIONS)
+        self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)
+        self._waiting: list[Wanted] = []
+        """To be asked for in the loop's next turn, together."""
+        self._under_way: set[Arrival] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._moved = 0.0
+        """When something came last, in the loop's time."""
+
+    async def get(self, info: BlockInfo, into: memoryview) -> None:
+        """When it returns or raises, nothing writes into `into` any more. Raises Missing, TransferFailed."""
+        if self.closed:
+            raise TransferFailed("the link is cut")
+        # Of a view of its own, so that the caller's can be released.
+        arrival = self._arrivals.expect(np.frombuffer(memoryview(into), np.uint8)[: info.size])
+        self._under_way.add(arrival)
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._ask)
+        self._waiting.append((info, arrival))
+        try:
+            await self._arrived(arrival)
+        finally:
+            self._arrivals.forget(arrival)
+            self._under_way.discard(arrival)
+            arrival.fail(TransferFailed("it is not wanted any more"))
+            if not arrival.done.done():
+                await self._end_landing(arrival)
+
+    async def _arrived(self, arrival: Arrival) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        while not arrival.done.done():
+            seconds = max(started, self._moved) + self._seconds - loop.time()
+            if seconds <= 0:
+                raise TransferFailed(f"nothing has come for {self._seconds:g} s")
+            await asyncio.wait((arrival.done,), timeout=seconds)
+        arrival.done.result()
+        self._moved = loop.time()
+
+    async def _end_landing(self, arrival: Arrival) -> None:
+        """Its buffer is the transport's until then, whoever waits or cancels."""
+        self.cut()
+        cancelled: asyncio.CancelledError | None = None
+        while not arrival.done.done():
+            try:
+                await asyncio.wait((arrival.done,))
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    def suspect(self, block_id: BlockId) -> None:
+        """Tells the store that a block came damaged. It may not hear it."""
+        self._begin(self._say_suspect(block_id))
+
+    def cut(self) -> None:
+        """What is wanted fails at once, what is landing is lost within moments."""
+        if self.closed:
+            return
+        self.closed = True
+        self._peer.close()
+        for arrival in self._under_way:
+            arrival.fail(TransferFailed("the link is cut"))
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self) -> None:
+        self.cut()
+        for task in tuple(self._tasks):
+            await end_task(task)
+        await self._channel.close(None)
+
+    # Parts.
+
+    def _ask(self) -> None:
+        waiting = [wanted for wanted in self._waiting if not wanted[1].done.done()]
+        self._waiting = []
+        if not self.closed:
+            for start in range(0, len(waiting), BATCH_BLOCKS):
+                self._begin(self._fetch(waiting[start : start + BATCH_BLOCKS]))
+
+    async def _fetch(self, batch: list[Wanted]) -> None:
+        request = pb.FetchRequest(
+            epoch=self.record.epoch,
+            transfer_address=self._transport.address,
+            timeout_ms=int(1000 * SENDING_SECONDS),
+            blocks=(
+                pb.FetchBlock(id=info.id, tag=arrival.tag, size=info.size, checksum=info.checksum)
+                for info, arrival in batch
+            ),
+        )
+        try:
+            async for answer in self._stub.Fetch(request, timeout=SENDING_SECONDS, metadata=self._metadata):
+                for place in answer.missing:
+                    if place < len(batch):
+                        batch[place][1].fail(Missing(f"{self.record.node_id} has it no more"))
+        except grpc.aio.AioRpcError as error:
+            failure = TransferFailed(from_rpc_error(error).message)
+            for _, arrival in batch:
+                arrival.fail(failure)
+
+    async def _say_suspect(self, block_id: BlockId) -> None:
+        try:
+            await self._stub.Suspect(pb.SuspectRequest(ids=block_id), timeout=self._seconds, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            log.info("%s could not be told of a damaged block: %s", self.record.node_id, error.details())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,105 @@
+"""The blocks that one pod can have: what its own node holds, and what others are known to."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvrelay.common.ids import BlockId, Fingerprint, PodId
+from kvrelay.common.layout import KvDtype
+from kvrelay.kvstore.chain import Chain
+from kvrelay.kvstore.index import Entry
+from kvrelay.kvstore.level import Health, Source
+from kvrelay.kvstore.memory import Slot
+from kvrelay.transfer.block import BlockInfo
+from kvrelay.transfer.segments import heads
+
+KNOWN_SECONDS = 5.0
+"""For which what others hold is believed without asking again: from a pod's find to its load."""
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pod says of itself."""
+
+    pod_id: PodId
+    fingerprint: Fingerprint
+    shape: str
+    dtype: KvDtype
+    """In which it writes."""
+    readable: frozenset[KvDtype]
+
+    def reads(self, info: BlockInfo) -> bool:
+        return (
+            info.fingerprint == self.fingerprint
+            and info.shape == self.shape
+            and info.dtype in self.readable
+            and info.encoding == "exact"
+        )
+
+
+class Elsewhere(Protocol):
+    """Other nodes' blocks."""
+
+    @property
+    def exists(self) -> bool:
+        """There is another node to ask for."""
+        ...
+
+    async def locate(self, entries: Sequence[Entry], hello: Hello) -> Mapping[BlockId, Source]:
+        """Where these can be had, as far as they can. Ends within a bound, with nothing where the index is slow or away."""
+        ...
+
+
+class Nowhere:
+    """There are no other nodes."""
+
+    exists = False
+
+    async def locate(self, entries: Sequence[Entry], hello: Hello) -> Mapping[BlockId, Source]:
+        return {}
+
+
+class Supply:
+    def __init__(self, chain: Chain, elsewhere: Elsewhere, hello: Hello) -> None:
+        self._chain = chain
+        self._elsewhere = elsewhere
+        self._hello = hello
+        self._known: dict[BlockId, Source] = {}
+        self._known_until = 0.0
+
+    def reads(self, info: BlockInfo) -> bool:
+        return self._hello.reads(info)
+
+    def find(self, block_id: BlockId) -> tuple[BlockInfo, str, Health | None] | None:
+        """With its tier, and how that has been; None: it is in memory."""
+        found = self._chain.find(block_id)
+        if found is not None and self.reads(found[0]):
+            return *found, self._chain.health(found[1])
+        source = self._known.get(block_id)
+        return None if source is None else (source.info, source.health.name, source.health)
+
+    def lacks(self, ids: Sequence[BlockId], first: int) -> bool:
+        """Whether there is reason to `look`."""
+        return self._elsewhere.exists and not all(self.find(block_id) for block_id in ids[first:])
+
+    async def look(self, ids: Sequence[BlockId], first: int) -> None:
+        """Asks where those blocks of the chain can be had that are not here: from then on they are found. Bounded."""
+        if time.monotonic() >= self._known_until:
+            self._known = {}
+        in_heads = heads(ids)
+        missing = [(in_heads[at], ids[at]) for at in range(first, len(ids)) if self.find(ids[at]) is None]
+        self._known |= await self._elsewhere.locate(missing, self._hello)
+        self._known_until = time.monotonic() + KNOWN_SECONDS
+
+    def take(self, block_id: BlockId) -> Slot | None:
+        return self._chain.take(block_id)
+
+    async def load(self, block_id: BlockId) -> Slot | None:
+        slot = await self._chain.load(block_id, self._known.get(block_id))
+        if slot is None:
+            self._known.pop(block_id, None)
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        self._chain.release(slot)
