@@ -65,8 +65,8 @@ def peer(seen: pb.StatResponse) -> pb.TierCounters:
 
 async def test_a_hit_out_of_the_others_memory(tmp_path: Path, redis_server: RedisServer) -> None:
     async with two(tmp_path, redis_server) as (_, (near, far)):
-        await far.store_all(IDS, SIZE)
         await near.store_all(IDS[:5], SIZE)
+        await far.store_all(IDS, SIZE)
         await told(far)
         runs = await until_found(near, 40)
         assert [(run.tier, run.num_blocks) for run in runs] == [(pb.TIER_CPU, 5), (pb.TIER_PEER, 35)]
@@ -126,8 +126,8 @@ async def test_a_store_that_is_gone_is_a_miss_within_a_bound(
     tmp_path: Path, redis_server: RedisServer, number: signal.Signals
 ) -> None:
     async with two(tmp_path, redis_server) as ((_, other), (near, far)):
-        await far.store_all(IDS, SIZE)
         await near.store_all(IDS[:5], SIZE)
+        await far.store_all(IDS, SIZE)
         await told(far)
         await until_found(near, 40)
         assert await near.read(IDS[:10]) == 10, "there is a link"
@@ -188,8 +188,8 @@ async def test_a_restarted_store_is_another(tmp_path: Path, redis_server: RedisS
 
 async def test_a_slow_index_costs_little(tmp_path: Path, redis_server: RedisServer) -> None:
     async with two(tmp_path, redis_server) as (_, (near, far)):
-        await far.store_all(IDS, SIZE)
         await near.store_all(IDS[:5], SIZE)
+        await far.store_all(IDS, SIZE)
         await told(far)
         await until_found(near, 40)
         redis_server.send_signal(signal.SIGSTOP)

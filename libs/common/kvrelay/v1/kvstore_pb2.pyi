@@ -860,12 +860,15 @@ class FetchRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
     """of the store that is asked"""
     transfer_address: _builtins.bytes
     """of the UCX worker to send to"""
+    link: _builtins.int
+    """random; with another one a former connection to that worker is of no use any more"""
     timeout_ms: _builtins.int
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchBlock]: ...
@@ -874,12 +877,13 @@ class FetchRequest(_message.Message):
         *,
         epoch: _builtins.str = ...,
         transfer_address: _builtins.bytes = ...,
+        link: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
         blocks: _abc.Iterable[Global___FetchBlock] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "timeout_ms", b"timeout_ms", "transfer_address", b"transfer_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "link", b"link", "timeout_ms", b"timeout_ms", "transfer_address", b"transfer_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

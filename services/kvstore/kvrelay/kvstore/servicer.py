@@ -115,7 +115,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             if self._node.sender is None:
                 raise Unavailable("no transport")
             wanted = wire.wanted_from_proto(request)
-            sending = self._node.sender.send(request.transfer_address, wanted, request.timeout_ms / 1000)
+            seconds = request.timeout_ms / 1000
+            sending = self._node.sender.send(request.transfer_address, request.link, wanted, seconds)
             async with contextlib.aclosing(sending):
                 async for missing in sending:
                     await context.write(pb.FetchResponse(missing=missing))

@@ -15,6 +15,8 @@ from kvrelay.kvstore.memory import Slot
 from kvrelay.transfer.block import BlockInfo
 from kvrelay.transfer.segments import heads
 
+MAX_KNOWN = 4096
+"""Blocks, beyond which those are forgotten that are believed no more."""
 KNOWN_SECONDS = 5.0
 """For which what others hold is believed without asking again: from a pod's find to its load."""
 
@@ -65,8 +67,8 @@ class Supply:
         self._chain = chain
         self._elsewhere = elsewhere
         self._hello = hello
-        self._known: dict[BlockId, Source] = {}
-        self._known_until = 0.0
+        self._known: dict[BlockId, tuple[float, Source]] = {}
+        """Until when it is believed, in monotonic time."""
 
     def reads(self, info: BlockInfo) -> bool:
         return self._hello.reads(info)
@@ -76,8 +78,12 @@ class Supply:
         found = self._chain.find(block_id)
         if found is not None and self.reads(found[0]):
             return *found, self._chain.health(found[1])
-        source = self._known.get(block_id)
+        source = self._elsewhere_at(block_id)
         return None if source is None else (source.info, source.health.name, source.health)
+
+    def _elsewhere_at(self, block_id: BlockId) -> Source | None:
+        until, source = self._known.get(block_id, (0.0, None))
+        return source if time.monotonic() < until else None
 
     def lacks(self, ids: Sequence[BlockId], first: int) -> bool:
         """Whether there is reason to `look`."""
@@ -85,18 +91,19 @@ class Supply:
 
     async def look(self, ids: Sequence[BlockId], first: int) -> None:
         """Asks where those blocks of the chain can be had that are not here: from then on they are found. Bounded."""
-        if time.monotonic() >= self._known_until:
-            self._known = {}
         in_heads = heads(ids)
         missing = [(in_heads[at], ids[at]) for at in range(first, len(ids)) if self.find(ids[at]) is None]
-        self._known |= await self._elsewhere.locate(missing, self._hello)
-        self._known_until = time.monotonic() + KNOWN_SECONDS
+        found = await self._elsewhere.locate(missing, self._hello)
+        now = time.monotonic()
+        if len(self._known) > MAX_KNOWN:
+            self._known = {block_id: known for block_id, known in self._known.items() if known[0] > now}
+        self._known |= {block_id: (now + KNOWN_SECONDS, source) for block_id, source in found.items()}
 
     def take(self, block_id: BlockId) -> Slot | None:
         return self._chain.take(block_id)
 
     async def load(self, block_id: BlockId) -> Slot | None:
-        slot = await self._chain.load(block_id, self._known.get(block_id))
+        slot = await self._chain.load(block_id, self._elsewhere_at(block_id))
         if slot is None:
             self._known.pop(block_id, None)
         return slot

@@ -1,7 +1,12 @@
-"""The way to one other store, in one of its lives: asked over gRPC, answered over UCX. Kept while it works, cut when it does not."""
+"""The way to one other store, in one of its lives: asked over gRPC, answered over UCX. Kept while it works, cut when it does not.
+
+UCX does not tell the other store of a cut, and what that sends over the old connection never arrives: the link's random number says that
+there is a new one.
+"""
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Coroutine
 from typing import Any
 
@@ -41,6 +46,7 @@ class Link:
         """Raises TransferFailed where the transport knows no way."""
         self.record = record
         self.closed = False
+        self._number = secrets.randbits(64)
         self._transport = transport
         self._arrivals = arrivals
         self._metadata = access.metadata
@@ -132,6 +138,7 @@ class Link:
         request = pb.FetchRequest(
             epoch=self.record.epoch,
             transfer_address=self._transport.address,
+            link=self._number,
             timeout_ms=int(1000 * SENDING_SECONDS),
             blocks=(
                 pb.FetchBlock(id=info.id, tag=arrival.tag, size=info.size, checksum=info.checksum)

@@ -37,21 +37,24 @@ class Sender:
     def __init__(self, chain: Chain, transport: Transport) -> None:
         self._chain = chain
         self._transport = transport
-        self._peers: OrderedDict[bytes, Peer] = OrderedDict()
-        """By address, the longest unused first."""
+        self._peers: OrderedDict[bytes, tuple[int, Peer]] = OrderedDict()
+        """By address, with the number of the link that they serve, the longest unused first."""
         self._num_requests = 0
         self._arena = np.frombuffer(chain.memory.arena.view, np.uint8)
 
-    async def send(self, address: bytes, blocks: Sequence[Wanted], seconds: float) -> AsyncGenerator[list[int], None]:
+    async def send(
+        self, address: bytes, link: int, blocks: Sequence[Wanted], seconds: float
+    ) -> AsyncGenerator[list[int], None]:
         """Gives the places of blocks that are not here, as it finds out. When it ends, the others have been taken.
 
-        Raises Overloaded, and TransferFailed where they are not taken in time: then the connection is cut.
+        Raises Overloaded, and TransferFailed where they are not taken in time. Then, or left before its end, the connection is cut: what
+        was being sent would never be taken.
         """
         if self._num_requests >= MAX_REQUESTS:
             raise Overloaded(f"{MAX_REQUESTS} requests are served already")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(seconds, MAX_SECONDS)
-        peer = self._peer(address)
+        peer = self._peer(address, link)
         tasks = {asyncio.create_task(self._send(peer, wanted)): place for place, wanted in enumerate(blocks)}
         waiting = set(tasks)
         self._num_requests += 1
@@ -65,7 +68,7 @@ class Sender:
                 missing = [tasks[task] for task in done if not task.result()]
                 if missing:
                     yield missing
-        except TransferFailed:
+        except BaseException:  # whatever it is: a block that no one takes would be pinned for ever
             self._drop(address, peer)
             raise
         finally:
@@ -90,29 +93,29 @@ class Sender:
             done.exception()  # who waits for it may have gone
         self._chain.release(slot)
 
-    def _peer(self, address: bytes) -> Peer:
+    def _peer(self, address: bytes, link: int) -> Peer:
         """Raises TransferFailed."""
-        peer = self._peers.get(address)
-        if peer is None or peer.closed:
-            peer = self._transport.connect(address, lambda error: self._lost(address))
-            self._peers[address] = peer
+        known = self._peers.get(address)
+        if known is not None and (known[0] != link or known[1].closed):
+            self._drop(address, known[1])
+            known = None
+        if known is None:
+            peer = self._transport.connect(address, lambda error: self._drop(address, peer))
+            known = self._peers[address] = link, peer
         self._peers.move_to_end(address)
         while len(self._peers) > MAX_PEERS:
-            self._peers.popitem(last=False)[1].close()
-        return peer
-
-    def _lost(self, address: bytes) -> None:
-        self._peers.pop(address, None)
+            self._peers.popitem(last=False)[1][1].close()
+        return known[1]
 
     def _drop(self, address: bytes, peer: Peer) -> None:
         """Sends under way end, with errors."""
-        if self._peers.get(address) is peer:
+        if address in self._peers and self._peers[address][1] is peer:
             del self._peers[address]
         peer.close()
 
     def close(self) -> None:
         """All sends end. Nothing is sent after it."""
-        for peer in self._peers.values():
+        for _, peer in self._peers.values():
             peer.close()
         self._peers.clear()
         del self._arena
