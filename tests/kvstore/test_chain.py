@@ -11,6 +11,7 @@ import pytest
 
 from kvrelay.common.ids import BlockId, Fingerprint
 from kvrelay.common.layout import KvDtype
+from kvrelay.kvstore import chain as chains
 from kvrelay.kvstore.arena import Arena
 from kvrelay.kvstore.chain import Chain
 from kvrelay.kvstore.memory import MemoryTier, Slot
@@ -18,6 +19,7 @@ from kvrelay.kvstore.policy import make_policy
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, TierFailed
 from kvrelay.kvstore.tiers.files import FileTier
 from kvrelay.transfer.block import BlockInfo, checksum
+from tests.kvstore.blocks import until
 
 pytestmark = pytest.mark.unit
 
@@ -280,6 +282,25 @@ async def test_a_tier_that_cannot_be_opened_is_out(tmp_path: Path) -> None:
         assert not node.chain.levels[0].healthy
         assert all(node.store(number) for number in range(30))
         assert await node.read(29)
+
+
+async def test_a_tier_that_could_not_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "REOPEN_SECONDS", 0.01)
+    blocked = tmp_path / "0"
+    async with opened(tmp_path, num_files=1) as node:
+        for number in range(20):
+            await node.stored(number)
+        await node.settled()
+    blocked.rename(tmp_path / "kept")
+    blocked.touch()
+    async with opened(tmp_path, num_files=1) as node:
+        assert not node.chain.levels[0].healthy
+        assert not await node.read(0)
+        blocked.unlink()
+        (tmp_path / "kept").rename(blocked)
+        await until(lambda: node.chain.levels[0].healthy)
+        assert await node.read(0)
+        node.check()
 
 
 async def test_files_are_there_after_a_restart(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol
 
 from kvrelay.common.ids import BlockId
@@ -20,6 +21,7 @@ from kvrelay.transfer.block import BlockInfo, checksum
 
 log = logging.getLogger(__name__)
 
+REOPEN_SECONDS = 30.0
 ROOM_SECONDS = 1.0
 """For which a block that comes up waits for room."""
 SPARE_BYTES = 16 << 10
@@ -61,20 +63,35 @@ class Chain:
         """Nothing goes down from memory now."""
         self._high_share = HIGH_SHARE
         self._sinks: list[asyncio.Task[None]] = []
+        self._opening: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """A tier that cannot be opened is out for good, and said to be so."""
+        """A tier that cannot be opened is left alone, said to be so, and tried again every REOPEN_SECONDS."""
         for level in self.levels:
-            try:
-                for info in await level.tier.open():
-                    if info.id not in self.memory:
-                        self._listener.stored(info, level.tier.name)
-            except TierFailed as error:
-                level.failed_until, level.reason = float("inf"), error.message
-                log.error("the %s tier cannot be opened: %s", level.tier.name, error.message)
+            if not await self._open(level):
+                self._opening.append(asyncio.create_task(self._reopen(level), name=f"open {level.name}"))
         self._sinks = [asyncio.create_task(self._sink_memory(), name="sink memory")]
         for upper, lower in zip(self.levels, self.levels[1:], strict=False):
             self._sinks.append(asyncio.create_task(self._sink(upper, lower), name=f"sink {upper.tier.name}"))
+
+    async def _open(self, level: Level) -> bool:
+        try:
+            infos = await level.tier.open()
+        except TierFailed as error:
+            if level.failed_until < inf:
+                log.error("the %s tier cannot be opened: %s", level.name, error.message)
+            level.failed_until, level.reason = inf, error.message
+            return False
+        level.failed_until = 0.0
+        for info in infos:
+            self.moved(info)
+        return True
+
+    async def _reopen(self, level: Level) -> None:
+        await asyncio.sleep(REOPEN_SECONDS)
+        while not await self._open(level):
+            await asyncio.sleep(REOPEN_SECONDS)
+        log.info("the %s tier is open", level.name)
 
     @property
     def sinks(self) -> Sequence[asyncio.Task[None]]:
@@ -90,7 +107,7 @@ class Chain:
             await self._idle.wait()
 
     async def close(self) -> None:
-        for task in (*self._sinks, *self._promoting.values()):
+        for task in (*self._sinks, *self._opening, *self._promoting.values()):
             await end_task(task)
         for level in self.levels:
             await level.tier.close()
