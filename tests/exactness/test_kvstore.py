@@ -1,23 +1,20 @@
 """With a KV store answers stay what they are cold: random conversations through all tiers, while pods and stores die in between."""
 
 import asyncio
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import grpc
 import httpx
 import pytest
 
-from kvrelay.cli.node import Node
 from kvrelay.cli.stack import Stack
 from kvrelay.v1 import kvstore_pb2 as pb
-from kvrelay.v1 import kvstore_pb2_grpc
 from tests.exactness.conversations import OUTPUT_TOKENS, Case, Conversations
 from tests.exactness.fixtures import running
 from tests.exactness.reference import References
 from tests.exactness.served import SECONDS, Answer, complete
 from tests.exactness.small import TOKEN_BYTES, VOCAB, make
+from tests.exactness.storing import all_attached, assert_store_whole, loaded_tokens, stat
 from tests.fixtures_s3 import S3Server
 from tests.waiting import eventually
 
@@ -57,30 +54,6 @@ def check(stack: Stack, cases: Sequence[Case], at_once: int) -> None:
             case.reference.check(f"a prompt of {len(case.reference.prompt)}", answer.tokens, answer.logprobs)
 
 
-def stat(store: Node) -> pb.StatResponse:
-    with grpc.insecure_channel(store.grpc_address) as channel:
-        return kvstore_pb2_grpc.KvStoreStub(channel).Stat(pb.StatRequest(), timeout=10)
-
-
-def metric(node: Node, name: str) -> float:
-    text = httpx.get(f"{node.http_address}/metrics").text
-    found = re.search(rf"^{name}(?:_total)? (\S+)$", text, re.MULTILINE)
-    assert found, f"{node.name} has no metric {name}"
-    return float(found[1])
-
-
-def loaded_tokens(stack: Stack) -> float:
-    return sum(metric(pod, "kvrelay_pod_kvstore_loaded_tokens") for pod in stack.pods)
-
-
-def all_attached(stack: Stack) -> bool:
-    return all(metric(pod, "kvrelay_pod_kvstore_attached") for pod in stack.pods)
-
-
-def all_stored(stack: Stack) -> bool:
-    return not any(metric(pod, "kvrelay_pod_kvstore_waiting_blocks") for pod in stack.pods)
-
-
 def restart(kind: str) -> Callable[[Stack], None]:
     def act(stack: Stack) -> None:
         node = stack.node(kind)
@@ -94,16 +67,6 @@ def restart(kind: str) -> Callable[[Stack], None]:
 
 def nothing(stack: Stack) -> None:
     pass
-
-
-def assert_store_whole(store: Node) -> None:
-    """Nothing is held for anyone any more, and the store's accounts are right."""
-
-    def whole() -> bool:
-        seen = stat(store)
-        return not (seen.violations or seen.num_pins or seen.num_writing)
-
-    eventually(whole, lambda: f"the store is whole, and not {stat(store)}")
 
 
 def test_random_conversations_through_all_tiers(
