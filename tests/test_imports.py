@@ -44,6 +44,7 @@ EDGE = {
     "router/grpcfront/health.py",
     "router/grpcfront/inference.py",
     "cli/inspection.py",
+    "cli/store.py",
     "kvstore/server.py",
     "kvstore/servicer.py",
     "kvstore/wire.py",

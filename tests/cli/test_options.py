@@ -1,6 +1,7 @@
 """Options, ports and command lines of a stack."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from kvrelay.cli.options import StackOptions, flags, pairs
 from kvrelay.cli.ports import free_ports, is_free
 from kvrelay.cli.state import State, load, save
 from kvrelay.cli.up import stack_options
+from kvrelay.common.settings import parse
+from kvrelay.kvstore.settings import FileTier, KvStoreSettings
 
 pytestmark = pytest.mark.unit
 
@@ -22,6 +25,8 @@ pytestmark = pytest.mark.unit
         ({"prefill": -1}, "prefill"),
         ({"decode": 0}, "decode pod"),
         ({"decode": 11}, "free ports"),
+        ({"kvstore": 11}, "free ports"),
+        ({"kvstore": -1}, "kvstore"),
         ({"engine": "real"}, "engine"),
         ({"threads": -1}, "threads"),
         ({"http_port": 99999}, "http_port must be between 1 and 65535"),
@@ -100,6 +105,50 @@ def test_the_documented_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("router", 9000, 8000),
     ]
     assert all("redis://h:1" in command.line for command in commands)
+
+
+def test_kv_stores_come_before_the_pods_and_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.cli.commands.is_free", lambda port: True)
+    token = tmp_path / "token"
+    token.write_text("secret")
+    options = StackOptions(
+        model=Path("m"), prefill=1, decode=2, kvstore=2, redis_url="redis://h:1", pod_auth_token_file=str(token)
+    )
+    commands = plan(options, tmp_path)
+    names = [command.name for command in commands]
+    assert names == ["kvstore-0", "kvstore-1", "prefill-0", "decode-0", "decode-1", "router"]
+    assert [(command.grpc_port, command.http_port) for command in commands[:2]] == [(9300, 9301), (9310, 9311)]
+    pods = [command.line[command.line.index("--kvstore") + 1] for command in commands[2:5]]
+    assert pods == ["127.0.0.1:9300", "127.0.0.1:9310", "127.0.0.1:9300"]
+    for number, store in enumerate(commands[:2]):
+        parsed = parse(KvStoreSettings, store.line[3:], {}, "kvrelay-kvstore")
+        memory, files = parsed.tiers
+        assert memory.bytes <= 512 << 20
+        assert isinstance(files, FileTier)
+        assert (files.bytes, files.directory) == (2 << 30, tmp_path / f"kvstore-{number}")
+        assert parsed.auth_token_file == token
+    assert not any("--kvstore" in command.line for command in plan(replace(options, kvstore=0), tmp_path))
+
+
+def test_tiers_that_are_given_know_the_stores_name(tmp_path: Path) -> None:
+    tiers = "[{tier: cpu, bytes: 1MiB}, {tier: file, bytes: 1MiB, directory: /data/{name}}]"
+    options = StackOptions(model=Path("m"), kvstore=2, kvstore_tiers=tiers, redis_url="redis://h:1", free_ports=True)
+    stores = plan(options, tmp_path)[:2]
+    found = [parse(KvStoreSettings, store.line[3:], {}, "kvrelay-kvstore").tiers[1] for store in stores]
+    assert [str(tier.directory) for tier in found if isinstance(tier, FileTier)] == [
+        "/data/kvstore-0",
+        "/data/kvstore-1",
+    ]
+
+
+@pytest.mark.parametrize(("line", "stores"), [([], 1), (["--no-kvstore"], 0), (["--kvstore", "3"], 3)])
+def test_kv_stores_of_a_command_line(line: list[str], stores: int) -> None:
+    assert stack_options(parser().parse_args(["up", *line])).kvstore == stores
+
+
+def test_no_kv_store_and_some_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        stack_options(parser().parse_args(["up", "--no-kvstore", "--kvstore", "1"]))
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

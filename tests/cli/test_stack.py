@@ -1,5 +1,6 @@
 """Stacks of real processes around fake engines: they start, answer, lose pods, and leave nothing."""
 
+import json
 import os
 import re
 import signal
@@ -175,6 +176,26 @@ def test_up_twice_and_down_twice(model_dir: Path, tmp_path: Path, capfd: pytest.
     assert gone(pids)
     assert main(["down", *run_dir]) == 0
     assert "nothing is up" in capfd.readouterr().err
+
+
+def test_kv_stores_beside_the_pods(model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tiers = f"[{{tier: cpu, bytes: 1MiB}}, {{tier: file, bytes: 1MiB, directory: {tmp_path}/{{name}}}}]"
+    run_dir = ["--run-dir", str(tmp_path)]
+    with Stack(fake(model_dir, kvstore=2, kvstore_tiers=tiers), tmp_path) as stack:
+        assert [node.name for node in stack.kvstores] == ["kvstore-0", "kvstore-1"]
+        assert ask(stack).usage.completion_tokens == 8
+        assert main(["status", *run_dir]) == 0
+        shown = capfd.readouterr().out
+        assert all(text in shown for text in ("kvstore-0", "kvstore-1", "1.0 MiB", "healthy"))
+        assert main(["kv", "stat", "--json", *run_dir]) == 0
+        assert [report["store"] for report in json.loads(capfd.readouterr().out)] == ["kvstore-0", "kvstore-1"]
+        stack.kvstores[0].kill()
+        assert main(["status", *run_dir]) == 1
+        shown = capfd.readouterr()
+        assert "dead" in shown.out
+        assert "the KV store at" in shown.err
+        pids = stack.pids()
+    assert gone(pids)
 
 
 def test_terminal_commands(stack: Stack, capfd: pytest.CaptureFixture[str]) -> None:

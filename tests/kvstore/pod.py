@@ -6,6 +6,7 @@ import itertools
 import mmap
 import os
 import random
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -111,6 +112,8 @@ class Pod:
                         self._loads[answer.loaded.call].put_nowait(answer.loaded)
         for future in (*self._found.values(), *self._begun.values()):
             future.cancel()
+        for queue in self._loads.values():
+            queue.put_nowait(pb.Loaded(end=True))
 
     async def say(self, **message: object) -> None:
         await self._call.write(pb.AttachRequest(**message))  # type: ignore[arg-type]
@@ -226,3 +229,18 @@ async def until_stat(pod: Pod, wanted: Callable[[pb.StatResponse], bool], second
             await asyncio.sleep(0.01)
     assert list(seen.violations) == []
     return seen
+
+
+async def hold(address: str) -> None:
+    """As a process: pins blocks, begins others, says so, and does nothing more."""
+    async with attached(address) as pod:
+        await pod.store_all(chain_of(1, 4))
+        blocks = [block async for block in pod.load(chain_of(1, 4))]
+        assert len(blocks) == 4
+        assert min(await pod.begin(chain_of(2, 3))) >= 0
+        print("holds", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(hold(sys.argv[1]))

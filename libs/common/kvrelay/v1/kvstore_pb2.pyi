@@ -180,7 +180,9 @@ Global___FindBlocks: _TypeAlias = FindBlocks  # noqa: Y015
 
 @_typing.final
 class LoadBlocks(_message.Message):
-    """Blocks of a chain, from block `first` on, into the arena, pinned, in order, up to the first that cannot be had."""
+    """Blocks of a chain, from block `first` on, into the arena, pinned, in order, up to the first that cannot be had. While the pod has pinned
+    much of the arena, a load waits until it releases some.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -514,7 +516,7 @@ class Begun(_message.Message):
     call: _builtins.int
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """-1: not wanted, as it is here already or there is no room"""
+        """-1: it is here already, or another writes it; -2: there is no room now"""
 
     def __init__(
         self,

@@ -13,21 +13,24 @@ class Arena:
     """A file of `size` bytes in a memory file system, mapped. Parts are whole pages, first fit; neighbours that are free become one.
 
     Of blocks of one size none is lost between them. The file is gone with the last process that has it mapped: its name is taken away
-    by `close`, and by the next arena of the same path, whose predecessor was killed. While it is mapped here it is locked (`flock`).
+    by `close`, and by the next arena of the same path, whose predecessor was killed. As long as it has this
+    name and is mapped here it is locked (`flock`).
     """
 
     def __init__(self, path: Path, size: int) -> None:
         """Raises OSError where the file system has not that much room: what is granted here is there when it is written."""
         self.path = path
         self.size = size - size % ALIGNMENT
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        unlocked = path.with_name(path.name + ".new")
+        unlocked.unlink(missing_ok=True)
+        descriptor = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the mapping keeps it
+            unlocked.rename(path)
             os.posix_fallocate(descriptor, 0, self.size)
             self._map = mmap.mmap(descriptor, self.size)
         except (OSError, ValueError):
-            path.unlink()
+            path.unlink(missing_ok=True)
             raise
         finally:
             os.close(descriptor)

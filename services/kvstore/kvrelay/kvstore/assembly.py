@@ -1,8 +1,8 @@
 """The tiers that the settings ask for."""
 
-import contextlib
 import fcntl
 import os
+from fnmatch import fnmatch
 from pathlib import Path
 
 from kvrelay.common.errors import Internal
@@ -20,13 +20,14 @@ _EPOCH = 16 * "[0-9a-f]"
 
 
 def make_arena(settings: KvStoreSettings, epoch: Epoch) -> Arena:
-    """Of this process alone: its file's name has the epoch. Files of the node's former lives go. Takes seconds where it is large.
+    """Of this process alone: its file's name has the epoch. Files of stores that were killed go. Takes seconds where it is large.
 
     Raises Internal where there is no room, or another process is this node.
     """
     stem = f"kvrelay-{settings.cluster}-{settings.node}"
-    for former in settings.arena_directory.glob(f"{stem}.{_EPOCH}.arena"):
-        _take_away(former, settings.node)
+    for former in settings.arena_directory.glob(f"kvrelay-*.{_EPOCH}.arena"):
+        if not _take_away(former) and fnmatch(former.name, f"{stem}.{_EPOCH}.arena"):
+            raise Internal(f"another process is node {settings.node}: {former} is in use")
     path = settings.arena_directory / f"{stem}.{epoch}.arena"
     size = settings.tiers[0].bytes
     try:
@@ -35,16 +36,22 @@ def make_arena(settings: KvStoreSettings, epoch: Epoch) -> Arena:
         raise Internal(f"{path}: no {size} bytes of shared memory: {error.strerror or error}") from error
 
 
-def _take_away(former: Path, node: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
+def _take_away(former: Path) -> bool:
+    """False where it is in use, or another user's."""
+    try:
         descriptor = os.open(former, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            former.unlink()
-        except BlockingIOError:
-            raise Internal(f"another process is node {node}: {former} is in use") from None
-        finally:
-            os.close(descriptor)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        former.unlink(missing_ok=True)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def make_tiers(settings: KvStoreSettings) -> list[Tier]:

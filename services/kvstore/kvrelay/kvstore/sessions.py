@@ -34,6 +34,8 @@ MAX_REPLIES = 1024
 MAX_BLOCK_BYTES = 1 << 30
 PINNED_SHARE = 0.25
 """Of memory, that the loads of a session pin: they wait until it lets go."""
+HERE, NO_ROOM = -1, -2
+"""In place of an offset: the block is there already, or being written; there is no room for it now."""
 WRITING_SHARE = 0.5
 """Of memory, that a session may have begun to write."""
 
@@ -78,7 +80,7 @@ class Found:
 class Begun:
     call: int
     offsets: list[int]
-    """-1: not wanted."""
+    """Or `HERE`, or `NO_ROOM`."""
 
 
 @dataclass(slots=True)
@@ -302,13 +304,13 @@ class Session:
     def _begin(self, info: BlockInfo) -> int:
         found = self._chain.find(info.id)
         if found is not None and self.reads(found[0]):
-            return -1
+            return HERE
         limit = WRITING_SHARE * self._chain.memory.limit_bytes
         if self.leaving or (self._writing and self._writing_bytes + rounded(info.size) > limit):
-            return -1
+            return NO_ROOM
         slot = self._chain.begin(info)
         if slot is None:
-            return -1
+            return HERE if self._chain.has(info.id) else NO_ROOM
         self._writing[slot.offset] = slot
         self._writing_bytes += rounded(info.size)
         return slot.offset
