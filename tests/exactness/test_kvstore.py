@@ -85,6 +85,7 @@ def test_random_conversations_through_all_tiers(
     ]
     conversations = Conversations(small_references, seed=3, vocab=VOCAB)
     engine = {"kv-cache-bytes": str(64 * BLOCK_BYTES), "max-model-len": "600", "max-num-batched-tokens": "128"}
+    engine["kvstore-load"] = "always"
     between = [
         nothing,
         restart("decode-0"),

@@ -93,6 +93,8 @@ class KvStoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """PEM files: the authority of its certificate, and this pod's own pair. Empty: no TLS."""
     tls_cert: str = ""
     tls_key: str = ""
+    load: str = "auto"
+    """auto: what takes less time than to compute it, as measured; or always."""
 
 
 def _path(kind: type, value: object) -> Path:

@@ -39,6 +39,8 @@ class Driver:
         channel: Channel[m.ToEngine],
         compute: ThreadPoolExecutor,
         connector: Connector | None = None,
+        *,
+        load_always: bool = False,
     ) -> None:
         self._config = config
         self._engine = built.engine
@@ -54,7 +56,9 @@ class Driver:
         self._routers: dict[RequestId, RouterId] = {}
         self._store: KvStorePort | None = None
         if connector is not None:
-            self._store = KvStorePort(built.engine, built.cache, identity_of(built), connector, self._changed)
+            self._store = KvStorePort(
+                built.engine, built.cache, identity_of(built), connector, self._changed, load_always=load_always
+            )
             self._store.start()
         built.engine.connect(self)
 
@@ -94,7 +98,8 @@ class Driver:
             attention=built.attention,
         )
         connector = make_connector(kvstore, pod_id, identity_of(built))
-        driver = cls(config, built, info, port, channel, compute, connector)
+        always = kvstore is not None and kvstore.load == "always"
+        driver = cls(config, built, info, port, channel, compute, connector, load_always=always)
         channel.send(m.Ready(info=info))
         driver._changed()  # the state of an idle engine, above all its credits, is news too
         return driver

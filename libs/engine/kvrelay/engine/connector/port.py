@@ -59,14 +59,22 @@ class KvStorePort:
     """Loads before sequences run, and stores behind the steps, over one connector."""
 
     def __init__(
-        self, engine: Engine, cache: KvCache, identity: BlockInfo, connector: Connector, on_change: Callable[[], None]
+        self,
+        engine: Engine,
+        cache: KvCache,
+        identity: BlockInfo,
+        connector: Connector,
+        on_change: Callable[[], None],
+        *,
+        load_always: bool = False,
     ) -> None:
+        """`load_always`: also what it would take less time to compute."""
         self._connector = connector
         self._cache = cache
         # One for each way: a load does not wait for what is being stored.
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("load", "store")]
         copier = Copier(cache, identity)
-        self._loads = Loads(engine, connector, copier, self._threads[0], on_change)
+        self._loads = Loads(engine, connector, copier, self._threads[0], on_change, always=load_always)
         self._stores = Stores(engine, connector, copier, self._threads[1])
         self._on_change = on_change
         self._tasks: list[asyncio.Task[None]] = []

@@ -59,6 +59,7 @@ class Stores:
         """Of what the cache has, by its keys, and of some that it had."""
         self._leaving: OrderedDict[BlockId, None] = OrderedDict()
         """Keys that were offered again, the last ones."""
+        self._num_lent = 0
         self._news = asyncio.Event()
         # Blocks that are lent cannot be given to others: only ever a small part of them.
         most = max(1, self._manager.pool.num_blocks // 32)
@@ -67,7 +68,8 @@ class Stores:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Blocks, those that are being copied included."""
+        return len(self._waiting) + self._num_lent
 
     def _offer(self, seq: Sequence, first: int, end: int, new: bool) -> None:
         spans = self._manager.spans
@@ -118,9 +120,11 @@ class Stores:
         self.counters.dropped += len(batch) - len(here)
         blocks = [self._manager.pool.cached[entry.key] for entry in here]
         self._manager.lend(blocks)
+        self._num_lent = len(blocks)
         try:
             await self._write(here, blocks)
         finally:
+            self._num_lent = 0
             self._manager.take_back(blocks)
 
     async def _write(self, entries: list[_Waiting], blocks: list[int]) -> None:

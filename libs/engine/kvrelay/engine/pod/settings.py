@@ -78,6 +78,8 @@ class PodSettings(ServiceSettings):
     """Keep computed blocks for prompts that begin alike."""
     kvstore: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
     """HOST:PORT of the node's KV store; it must be on the same host and share its memory folder. Not set: none."""
+    kvstore_load: Literal["auto", "always"] = "auto"
+    """What is taken out of the store: what takes less time than to compute it, as measured, or always all that is there."""
     kvstore_tls_ca: Path | None = None
     """PEM file: the authority of the store's certificate; with it the store is called with TLS and this pod's certificate."""
     threads: int = Field(default=0, ge=0)
@@ -133,13 +135,14 @@ class PodSettings(ServiceSettings):
         if not self.kvstore:
             return None
         if self.kvstore_tls_ca is None:
-            return KvStoreOptions(address=self.kvstore, token=self.token)
+            return KvStoreOptions(address=self.kvstore, token=self.token, load=self.kvstore_load)
         return KvStoreOptions(
             address=self.kvstore,
             token=self.token,
             tls_ca=str(self.kvstore_tls_ca),
             tls_cert=str(self.tls_cert or ""),
             tls_key=str(self.tls_key or ""),
+            load=self.kvstore_load,
         )
 
     @cached_property
