@@ -14,6 +14,7 @@ from kvrelay.common.ids import Epoch, PodId, RequestId, RouterId
 from kvrelay.common.request import ChoiceDelta, EngineRequest
 from kvrelay.common.tasks import end_task
 from kvrelay.engine import messages as m
+from kvrelay.engine.changes import CacheChanges
 from kvrelay.engine.client import AsyncEngine
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.driver import Driver
@@ -51,7 +52,8 @@ class Driven:
         info: Any = types.SimpleNamespace(pod_id=PodId("d"), epoch=Epoch("e"), layout=layout, vocab_size=VOCAB)
         channel: Any = self.sent
         self.compute = ThreadPoolExecutor(1)
-        self.driver = Driver(self.h.config, built, info, self.port, channel, self.compute)
+        changes = CacheChanges(self.h.config.block_size)
+        self.driver = Driver(self.h.config, built, info, self.port, channel, self.compute, changes)
 
     def reserve(self, request: EngineRequest, attempt: int = 1) -> m.FromEngine:
         self.driver.handle(m.Reserve(call=1, request=request, attempt=attempt, router_id=ROUTER))

@@ -12,6 +12,7 @@ from kvrelay.common.ids import PodId, RequestId, RouterId, new_epoch
 from kvrelay.common.request import EngineRequest, Ticket
 from kvrelay.engine import messages as m
 from kvrelay.engine.build import Built, build
+from kvrelay.engine.changes import CacheChanges
 from kvrelay.engine.channel import Channel
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.core import StepUpdate
@@ -36,12 +37,14 @@ class Driver:
         port: TransferPort,
         channel: Channel[m.ToEngine],
         compute: ThreadPoolExecutor,
+        changes: CacheChanges,
     ) -> None:
         self._config = config
         self._engine = built.engine
         self._port = port
         self._channel = channel
         self._compute = compute
+        self._changes = changes
         self._pushes = Pushes(port.sender, built.cache, self._push_ended)
         self._tickets = Tickets(built.engine, port, built.cache, info, self._changed, self._transfer_failed)
         self._held = False
@@ -61,7 +64,9 @@ class Driver:
         def progress(what: str, done: int, total: int) -> None:
             loop.call_soon_threadsafe(channel.send, m.Progress(what=what, done=done, total=total))
 
-        built = await loop.run_in_executor(compute, build, config, progress)
+        changes = CacheChanges(config.block_size)
+        listener = changes if config.kv_events else None
+        built = await loop.run_in_executor(compute, build, config, progress, listener)
         epoch = new_epoch()
         options = PortConfig(
             frame_bytes=config.frame_bytes, staging_bytes=config.staging_bytes, checksums=config.checksums
@@ -81,7 +86,7 @@ class Driver:
             transport=port.transport.name,
             attention=built.attention,
         )
-        driver = cls(config, built, info, port, channel, compute)
+        driver = cls(config, built, info, port, channel, compute, changes)
         channel.send(m.Ready(info=info))
         driver._changed()  # the state of an idle engine, above all its credits, is news too
         return driver
@@ -123,10 +128,14 @@ class Driver:
     def _publish(self, update: StepUpdate, *, state: bool) -> None:
         """Tokens and news, if there are any, and the state with them; with `state` also the bare state."""
         notices, self._notices = [*self._notices, *update.notices], []
-        if not (update.deltas or notices or state):
+        cache = self._changes.take()
+        if not (update.deltas or notices or cache or state):
             return
         stats = self._engine.stats(self._counters())
-        self._channel.send(m.StepOutput(deltas=tuple(update.deltas), notices=tuple(notices), stats=stats))
+        deltas = tuple(update.deltas)
+        self._channel.send(m.StepOutput(deltas=deltas, notices=tuple(notices), cache=cache, stats=stats))
+        while cache := self._changes.take():
+            self._channel.send(m.StepOutput(cache=cache, stats=stats))
         for request_id in {*(d.request_id for d in update.deltas), *(n.request_id for n in notices)}:
             self._forget_router(request_id)
 
