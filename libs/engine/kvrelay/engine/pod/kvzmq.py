@@ -60,36 +60,30 @@ class ZmqPublisher:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._context = zmq.asyncio.Context()
-        self._pub: zmq.Socket[bytes] | None = None
+        self._pub: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUB)
+        self._replay = self._context.socket(zmq.ROUTER)
         self._task: asyncio.Task[None] | None = None
 
     def start(self, info: EngineInfo) -> None:
         topic = f"kv@{info.pod_id}@{info.model}" if self._topic is None else self._topic
         self._topic_bytes = topic.encode()
         try:
-            self._pub = zmq.Socket(self._context, zmq.PUB)
             self._pub.set_hwm(QUEUED_BATCHES)
-            self._pub.linger = 0
             if "*" in self.endpoint:
                 self.endpoint = _bind(self._pub, self.endpoint)
             else:
                 self._pub.connect(self.endpoint)
             if self.replay_endpoint is not None:
-                replay = self._context.socket(zmq.ROUTER)
-                replay.linger = 0
-                replay.maxmsgsize = MAX_REQUEST_BYTES
-                replay.sndhwm = (
-                    self._replay_batches + 1
-                )  # else the rest of a whole replay would be dropped without a word
-                self.replay_endpoint = _bind(replay, self.replay_endpoint)
-                self._task = asyncio.create_task(self._serve(replay), name="kv-events-replay")
+                self._replay.maxmsgsize = MAX_REQUEST_BYTES
+                self._replay.sndhwm = self._replay_batches + 1  # else the rest of a replay is dropped without a word
+                self.replay_endpoint = _bind(self._replay, self.replay_endpoint)
+                self._task = asyncio.create_task(self._serve(self._replay), name="kv-events-replay")
         except zmq.ZMQError as error:
             raise Internal(f"KV events cannot be published by ZMQ on {self.endpoint}: {error}") from error
         cleared = (AllBlocksCleared(),)
         self.publish(EventBatch(epoch=info.epoch, sequence=0, time=time.time(), events=cleared))
 
     def publish(self, batch: EventBatch) -> None:
-        assert self._pub is not None, "it was started"
         payload = encode(batch, self._form)
         self._keep(batch.sequence, payload)
         self._pub.send_multipart((self._topic_bytes, batch.sequence.to_bytes(8, "big"), payload), zmq.DONTWAIT)
@@ -103,8 +97,7 @@ class ZmqPublisher:
     async def stop(self) -> None:
         if self._task is not None:
             await end_task(self._task)
-        if self._pub is not None:
-            self._pub.close(linger=0)
+        self._pub.close(linger=0)
         self._context.destroy(linger=0)
 
     async def _serve(self, replay: zmq.asyncio.Socket) -> None:

@@ -58,7 +58,11 @@ async def serve_pod(settings: PodSettings) -> int:
 
 async def run_pod(settings: PodSettings, engine: EngineClient) -> int:
     """Until SIGTERM, SIGINT, a drain or the engine's death. Returns the exit code; logs why it is not 0."""
-    pod = Pod(settings, engine)
+    try:
+        pod = Pod(settings, engine)
+    except KvrelayError as error:
+        log.error("the pod cannot start: %s", error)
+        return 1
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, pod.state.ask_to_leave)
@@ -77,6 +81,7 @@ class Pod:
     """Owns the engine, the servers and the lease; everything runs on one event loop."""
 
     def __init__(self, settings: PodSettings, engine: EngineClient) -> None:
+        """Raises Internal where an option needs what is not installed."""
         self.state = PodState()
         self.grpc_port = 0
         self.http_port = 0
