@@ -1,6 +1,6 @@
 """KV events from pods into Redis and out of it into a router's index: rate, lag, and what each side costs.
 
-    python -m benchmarks.kv_events --rates 50000,200000 --out kv-events.json
+    python -m benchmarks.kv_events --rates 50000,50000,100000 --out kv-events.json
 
 One process is the pods: logs and publishers as they are, around caches that store and remove blocks at a given rate, with tokens of
 16 to a block. This process is the router: the reader as it is, on an index of plain sets. Between them is a real server. Lag is
@@ -9,6 +9,7 @@ from a step's end on a pod to its blocks in the index.
 
 import argparse
 import asyncio
+import os
 import sys
 import tempfile
 import time
@@ -57,6 +58,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     loop_late_max_ms: float
     router_cpu: float
     pods_cpu: float
+    load_average: float
+    """Of the machine over the last minute: other work on its cores shows in the lag."""
     gaps: int
     snapshots: int
     index_is_true: bool
@@ -186,6 +189,7 @@ async def measure(url: str, args: argparse.Namespace, rate: float) -> Outcome:
         loop_late_max_ms=ms[5],
         router_cpu=cpu / elapsed,
         pods_cpu=said["cpu"],
+        load_average=os.getloadavg()[0],
         gaps=int(metrics.gaps._value.get()),
         snapshots=int(metrics.snapshots._value.get()),
         index_is_true=sum(map(len, index.values())) == said["blocks"],
@@ -203,6 +207,7 @@ def show(outcomes: list[Outcome], pods: int) -> Table:
         "loop late p99",
         "router",
         "pods",
+        "load",
         "gaps",
         "true",
     ):
@@ -211,13 +216,15 @@ def show(outcomes: list[Outcome], pods: int) -> Table:
         lag = (f"{each.lag_p50_ms:.1f}", f"{each.lag_p99_ms:.1f}", f"{each.lag_max_ms:.1f}")
         costs = (f"{each.loop_late_p99_ms:.1f}", f"{each.router_cpu:.0%}", f"{each.pods_cpu:.0%}")
         rates = (f"{each.blocks_per_second:,.0f}", f"{each.batches_per_second:,.0f}")
-        shown.add_row(*rates, *lag, *costs, str(each.gaps), "yes" if each.index_is_true else "no")
+        shown.add_row(
+            *rates, *lag, *costs, f"{each.load_average:.1f}", str(each.gaps), "yes" if each.index_is_true else "no"
+        )
     return shown
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.kv_events", description=__doc__.partition("\n")[0])
-    parser.add_argument("--rates", default="50000,200000", help="blocks stored and removed a second [%(default)s]")
+    parser.add_argument("--rates", default="50000", help="blocks stored and removed a second [%(default)s]")
     parser.add_argument("--pods", type=int, default=8, help="[%(default)s]")
     parser.add_argument("--steps", type=float, default=100.0, help="of each pod, a second [%(default)s]")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each rate [%(default)s]")
