@@ -1,10 +1,12 @@
 """KV events by ZeroMQ, read as vLLM's subscribers do, over real sockets."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc.aio
 import msgspec
 import pytest
 import zmq
@@ -12,11 +14,14 @@ import zmq.asyncio
 
 from kvrelay.common.errors import Internal
 from kvrelay.common.kvevents import AllBlocksCleared, BlockRemoved, BlockStored
+from kvrelay.common.rpc import CHANNEL_OPTIONS
 from kvrelay.engine.pod.kvevents import EventLog, event_log
-from kvrelay.engine.pod.kvzmq import ZmqPublisher
+from kvrelay.engine.pod.kvzmq import END, ZmqPublisher
 from kvrelay.engine.pod.vllmevents import Form
+from tests.fixtures_redis import RedisServer
 from tests.kvevents import engine, key, stored
-from tests.pods.harness import settings
+from tests.pods.harness import Caller, request, settings
+from tests.router.cluster import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -180,6 +185,41 @@ async def test_a_gap_after_a_pause() -> None:
             seen = await subscriber.joined(log)
         missed = {number for number, _ in await subscriber.replay(last + 1)}
         assert missed >= set(range(last + 1, seen))
+
+
+async def test_a_pod_from_its_command_line(redis_server: RedisServer) -> None:
+    """On the event loop that pods run on."""
+    context = zmq.asyncio.Context()
+    ports = [free_port(), free_port(), free_port()]
+    options = ["--engine", "fake", "--role", "both", "--grpc-port", str(ports[0]), "--redis-url", redis_server.url]
+    options += ["--kv-events-zmq", f"tcp://*:{ports[1]}", "--kv-events-zmq-replay", f"tcp://127.0.0.1:{ports[2]}"]
+    child = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvrelay.decode.main", *options)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}", options=CHANNEL_OPTIONS) as channel:
+            async with asyncio.timeout(20):
+                await channel.channel_ready()
+            caller = Caller(channel)
+            async with caller.stream() as reader:
+                await caller.reserve(request("a", length=100), local=True)
+                await reader.until_finished("a")
+        ask = context.socket(zmq.DEALER)
+        ask.connect(f"tcp://127.0.0.1:{ports[2]}")
+        await ask.send_multipart((b"", bytes(8)))
+        async with asyncio.timeout(SECONDS):
+            answers = [await ask.recv_multipart() for _ in range(3)]
+        cleared, batch = (DECODERS["map"].decode(answer[2]).events for answer in answers[:2])
+        assert cleared == [Cleared()]
+        (event,) = batch
+        assert (len(event.block_hashes), event.token_ids, event.block_size) == (6, list(range(3, 99)), 16)
+        assert answers[2][1] == END
+        child.terminate()
+        async with asyncio.timeout(20):
+            assert await child.wait() == 0
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+        context.destroy(linger=0)
 
 
 async def test_only_the_newest_batches_are_kept() -> None:
