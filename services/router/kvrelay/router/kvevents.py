@@ -21,7 +21,7 @@ from redis.typing import KeyT, StreamIdT
 from kvrelay.common.discovery import PodRecord, RetryPolicy, connect
 from kvrelay.common.errors import KvrelayError, StaleEpoch
 from kvrelay.common.ids import PodId
-from kvrelay.common.kvevents import BATCH_FIELD, EventBatch, decode_batch, stream_key
+from kvrelay.common.kvevents import BATCH_FIELD, decode_batch, stream_key
 from kvrelay.common.tasks import end_task
 from kvrelay.router.pool import Directory
 from kvrelay.router.replica import FIRST_ENTRY, Index, Replica
@@ -42,6 +42,8 @@ SILENT_SECONDS: Final = 10.0
 """Several times the pods' heartbeat. A stream without any is read from its start: a Redis whose clock went back numbers lower."""
 SNAPSHOTS: Final = 8
 """At once."""
+SNAPSHOT_PAUSE_SECONDS: Final = 0.25
+"""Between two of one pod: a reader that cannot keep up does not make its pods do more."""
 RETRY: Final = RetryPolicy()
 SNAPSHOT_RETRY: Final = RetryPolicy(initial_seconds=0.2, maximum_seconds=5.0)
 _LAG: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -89,6 +91,8 @@ class EventReader:
         self._fetching: dict[PodId, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(SNAPSHOTS)
         self._readable = asyncio.Event()
+        self._slice = 0.0
+        """When the event loop last did other things than take in what was read."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -106,7 +110,7 @@ class EventReader:
     def known(self, pod_id: PodId) -> int | None:
         """The last batch of the pod's that the index contains; None: what it has of the pod may be wrong."""
         replica = self._replicas.get(pod_id)
-        return None if replica is None else replica.sequence
+        return None if replica is None or pod_id in self._fetching else replica.sequence
 
     # Which pods.
 
@@ -157,6 +161,7 @@ class EventReader:
             return
         streams: dict[KeyT, StreamIdT] = {key: replica.cursor for key, replica in reading.items()}
         answer = await self._redis.xread(streams, count=READ_ENTRIES, block=int(BLOCK_SECONDS * 1000))
+        self._slice = time.perf_counter()
         for key, entries in cast(Answer, answer):
             await self._take(reading[key], entries)
         self._listen(reading.values())
@@ -164,11 +169,8 @@ class EventReader:
 
     async def _take(self, replica: Replica, entries: Entries) -> None:
         """Up to the first batch before which others are missing: it waits for the snapshot."""
-        began = time.perf_counter()
         for entry_id, fields in entries:
-            if time.perf_counter() - began > SLICE_SECONDS:
-                await asyncio.sleep(0)
-                began = time.perf_counter()
+            await self._breathe()
             if not self._lives(replica):
                 return
             try:
@@ -178,18 +180,21 @@ class EventReader:
                 replica.cursor = entry_id  # it will not become better
                 self._lose(replica)
                 return
+            before = replica.sequence
             if not replica.apply(batch):
                 self._lose(replica)
                 return
             replica.cursor = entry_id
-            self._note(replica, batch)
-
-    def _note(self, replica: Replica, batch: EventBatch) -> None:
-        if batch.epoch == replica.record.epoch:
-            replica.heard = time.monotonic()
-            if batch.events:
+            if batch.epoch == replica.record.epoch:
+                replica.heard = time.monotonic()
+            if batch.events and replica.sequence != before:
                 self._metrics.batches.inc()
                 self._metrics.lag.observe(max(0.0, time.time() - batch.time))
+
+    async def _breathe(self) -> None:
+        if time.perf_counter() - self._slice > SLICE_SECONDS:
+            await asyncio.sleep(0)
+            self._slice = time.perf_counter()
 
     def _listen(self, replicas: Iterable[Replica]) -> None:
         now = time.monotonic()
@@ -210,6 +215,7 @@ class EventReader:
     async def _restart(self, replica: Replica) -> None:
         pod_id = replica.record.pod_id
         failures = 0
+        await asyncio.sleep(max(0.0, replica.restarted + SNAPSHOT_PAUSE_SECONDS - time.monotonic()))
         while self._lives(replica):
             try:
                 async with self._slots:
@@ -230,11 +236,13 @@ class EventReader:
 
     async def _adopt(self, replica: Replica, snapshot: Snapshot) -> None:
         """Piece by piece; the stream is read on after the last of them, and what the snapshot covers is passed over."""
-        first, *rest = snapshot.pieces
-        replica.restart(snapshot.sequence, first)
-        for piece in rest:
-            await asyncio.sleep(0)
+        for number, piece in enumerate(snapshot.pieces):
             if not self._lives(replica):
                 return
-            replica.add(piece)
+            if number == 0:
+                replica.restart(snapshot.sequence, piece)
+            else:
+                replica.add(piece)
+            await asyncio.sleep(0)
+        replica.restarted = time.monotonic()
         self._metrics.snapshots.inc()

@@ -35,6 +35,8 @@ class Replica:
         """The last entry of the stream that was dealt with."""
         self.heard = now
         """When an entry of this epoch last came; monotonic."""
+        self.restarted = float("-inf")
+        """When the last snapshot was taken in; monotonic."""
         self.sequence: int | None = None
         """The last batch that the index contains; None: the index is not true, a snapshot is needed."""
         self._index = index
