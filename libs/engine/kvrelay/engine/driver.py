@@ -12,6 +12,7 @@ from kvrelay.common.ids import PodId, RequestId, RouterId, new_epoch
 from kvrelay.common.request import EngineRequest, Ticket
 from kvrelay.engine import messages as m
 from kvrelay.engine.build import Built, build
+from kvrelay.engine.changes import CacheChanges
 from kvrelay.engine.channel import Channel
 from kvrelay.engine.config import EngineConfig, KvStoreOptions
 from kvrelay.engine.connector.base import Connector
@@ -38,6 +39,7 @@ class Driver:
         port: TransferPort,
         channel: Channel[m.ToEngine],
         compute: ThreadPoolExecutor,
+        changes: CacheChanges,
         connector: Connector | None = None,
         *,
         load_always: bool = False,
@@ -47,6 +49,7 @@ class Driver:
         self._port = port
         self._channel = channel
         self._compute = compute
+        self._changes = changes
         self._pushes = Pushes(port.sender, built.cache, self._push_ended)
         self._tickets = Tickets(built.engine, port, built.cache, info, self._changed, self._transfer_failed)
         self._held = False
@@ -77,7 +80,9 @@ class Driver:
         def progress(what: str, done: int, total: int) -> None:
             loop.call_soon_threadsafe(channel.send, m.Progress(what=what, done=done, total=total))
 
-        built = await loop.run_in_executor(compute, build, config, progress)
+        changes = CacheChanges(config.block_size)
+        listener = changes if config.kv_events else None
+        built = await loop.run_in_executor(compute, build, config, progress, listener)
         epoch = new_epoch()
         options = PortConfig(
             frame_bytes=config.frame_bytes, staging_bytes=config.staging_bytes, checksums=config.checksums
@@ -99,7 +104,7 @@ class Driver:
         )
         connector = make_connector(kvstore, pod_id, identity_of(built))
         always = kvstore is not None and kvstore.load == "always"
-        driver = cls(config, built, info, port, channel, compute, connector, load_always=always)
+        driver = cls(config, built, info, port, channel, compute, changes, connector, load_always=always)
         channel.send(m.Ready(info=info))
         driver._changed()  # the state of an idle engine, above all its credits, is news too
         return driver
@@ -143,10 +148,14 @@ class Driver:
     def _publish(self, update: StepUpdate, *, state: bool) -> None:
         """Tokens and news, if there are any, and the state with them; with `state` also the bare state."""
         notices, self._notices = [*self._notices, *update.notices], []
-        if not (update.deltas or notices or state):
+        cache = self._changes.take()
+        if not (update.deltas or notices or cache or state):
             return
         stats = self._engine.stats(self._counters(), self._store.counters() if self._store else None)
-        self._channel.send(m.StepOutput(deltas=tuple(update.deltas), notices=tuple(notices), stats=stats))
+        deltas = tuple(update.deltas)
+        self._channel.send(m.StepOutput(deltas=deltas, notices=tuple(notices), cache=cache, stats=stats))
+        while cache := self._changes.take():
+            self._channel.send(m.StepOutput(cache=cache, stats=stats))
         for request_id in {*(d.request_id for d in update.deltas), *(n.request_id for n in notices)}:
             self._forget_router(request_id)
 
