@@ -40,6 +40,7 @@ EDGE = {
     "engine/pod/steps.py",
     "router/pods.py",
     "router/news.py",
+    "router/snapshots.py",
     "router/grpcfront/events.py",
     "router/grpcfront/health.py",
     "router/grpcfront/inference.py",

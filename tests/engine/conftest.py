@@ -24,6 +24,7 @@ from kvrelay.common.request import (
 from kvrelay.engine.batch import Batch, LayerHook, Sample, Scheduled, StepResult
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.core import Engine, Reservation, StepUpdate
+from kvrelay.engine.pool import CacheListener
 from kvrelay.engine.sequence import Sequence
 
 VOCAB = 97
@@ -151,7 +152,9 @@ class Port:
 class Harness:
     """An engine with the checking runner, and what its requests were told."""
 
-    def __init__(self, num_blocks: int = 64, max_model_len: int = 512, **options: Any) -> None:
+    def __init__(
+        self, num_blocks: int = 64, max_model_len: int = 512, listener: CacheListener | None = None, **options: Any
+    ) -> None:
         options = {"model": "none", "max_num_seqs": 4, "max_num_batched_tokens": 64} | options
         self.config = EngineConfig(**options)
         self.runner = CheckingRunner(self.config.block_size, self.config.max_num_seqs)
@@ -163,6 +166,7 @@ class Harness:
             max_model_len=max_model_len,
             eos_token_ids=(EOS,),
             fingerprint=Fingerprint("fake"),
+            listener=listener,
         )
         self.engine.connect(self.port)
         self.tokens: dict[tuple[RequestId, int], list[int]] = defaultdict(list)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.common.errors import IncompatibleLayout, Unsupported
+from kvrelay.common.errors import Unsupported
 from kvrelay.common.ids import Fingerprint
 from kvrelay.common.layout import KvDtype
 from kvrelay.engine.attention import cpu, gathered
@@ -15,6 +15,7 @@ from kvrelay.engine.attention.base import AttentionBatch
 from kvrelay.engine.attention.registry import choose
 from kvrelay.engine.cache import TORCH_DTYPES, KvCache, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.convert import convert
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.rope import RopeSettings
 
@@ -217,9 +218,38 @@ class TestCache:
         found = torch.from_numpy(out).view(torch.bfloat16)[:8]
         assert torch.equal(found.view(torch.int16), values.bfloat16().view(torch.int16))
 
+    def test_eight_bits_are_rounded_to_nearest_and_kept_within_range(self) -> None:
+        edges = [
+            448.0,
+            463.9,
+            464.0,
+            480.0,
+            2**-6,
+            2**-7,
+            2**-9,
+            2**-10,
+            3 * 2**-10,
+            2**-11,
+            float("inf"),
+            float("nan"),
+            -0.0,
+        ]
+        values = torch.cat(
+            [torch.tensor(edges), -torch.tensor(edges), torch.randn(20_000) * torch.logspace(-5, 3, 20_000)]
+        )
+        codes = np.empty(len(values), np.uint8)
+        convert(values.numpy().view(np.uint32), KvDtype.FLOAT32, codes, KvDtype.FLOAT8_E4M3)
+        expected = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+        torch.testing.assert_close(
+            torch.from_numpy(codes).view(torch.float8_e4m3fn).float(), expected.float(), rtol=0, atol=0, equal_nan=True
+        )
+        every = torch.arange(256, dtype=torch.uint8)
+        back = np.empty(256, np.uint32)
+        convert(every.numpy(), KvDtype.FLOAT8_E4M3, back, KvDtype.FLOAT32)
+        expected = every.view(torch.float8_e4m3fn).float()
+        torch.testing.assert_close(torch.from_numpy(back.view(np.float32)), expected, rtol=0, atol=0, equal_nan=True)
+
     def test_unknown_type(self) -> None:
-        with pytest.raises(IncompatibleLayout):
-            cache().read_rows(0, np.array([0]), np.empty(0, np.uint8), KvDtype.FLOAT8_E4M3)
         with pytest.raises(Unsupported) as caught:
             kv_dtype_of("float8_e4m3", torch.float32)
         assert caught.value.param == "kv_dtype"

@@ -11,9 +11,11 @@ import pytest
 
 from kvrelay.common.errors import TransferFailed
 from kvrelay.common.ids import Epoch, PodId, RequestId, RouterId
+from kvrelay.common.kvevents import BlockRemoved, BlockStored
 from kvrelay.common.request import ChoiceDelta, EngineRequest
 from kvrelay.common.tasks import end_task
 from kvrelay.engine import messages as m
+from kvrelay.engine.changes import CacheChanges
 from kvrelay.engine.client import AsyncEngine
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.driver import Driver
@@ -41,7 +43,8 @@ class Sent(list[m.FromEngine]):
 
 class Driven:
     def __init__(self, harness: Any, **options: Any) -> None:
-        self.h = harness(**options)
+        self.changes = CacheChanges(16)
+        self.h = harness(listener=self.changes, **options)
         self.sent = Sent()
         layout = make_layout(2)
         self.port = TransferPort(LoopbackNetwork().transport(), PodId("d"), Epoch("e"), layout)
@@ -51,7 +54,7 @@ class Driven:
         info: Any = types.SimpleNamespace(pod_id=PodId("d"), epoch=Epoch("e"), layout=layout, vocab_size=VOCAB)
         channel: Any = self.sent
         self.compute = ThreadPoolExecutor(1)
-        self.driver = Driver(self.h.config, built, info, self.port, channel, self.compute)
+        self.driver = Driver(self.h.config, built, info, self.port, channel, self.compute, self.changes)
 
     def reserve(self, request: EngineRequest, attempt: int = 1) -> m.FromEngine:
         self.driver.handle(m.Reserve(call=1, request=request, attempt=attempt, router_id=ROUTER))
@@ -124,6 +127,34 @@ async def test_each_chunk_of_a_prompt_changes_the_state_that_is_told(driven: Dri
     await end_task(running)
     states = [said.stats for said in driven.sent if isinstance(said, m.StepOutput)]
     assert [(state.num_steps, state.waiting_tokens) for state in states][:2] == [(1, 30), (2, 0)]
+
+
+async def test_what_the_cache_gains_and_loses_comes_with_the_steps(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driven.changes, "_max_blocks", 2)
+    running = asyncio.create_task(driven.driver.run())
+    for number in range(3):
+        prompt = range(30 * number, 30 * number + 60)
+        driven.driver.handle(m.Submit(request=driven.h.request(f"r{number}", [token % 90 for token in prompt])))
+        async with asyncio.timeout(5):
+            while driven.h.engine.has_work:
+                await asyncio.sleep(0)
+    await end_task(running)
+    outputs = [said for said in driven.sent if isinstance(said, m.StepOutput)]
+    keys: set[bytes] = set()
+    for event in (event for output in outputs for event in output.cache):
+        if isinstance(event, BlockStored):
+            keys |= set(event.keys)
+        else:
+            assert isinstance(event, BlockRemoved)
+            keys -= set(event.keys)
+    assert keys == driven.h.engine.manager.pool.cached.keys() != set()
+    assert any(isinstance(event, BlockRemoved) for output in outputs for event in output.cache)
+    assert all(sum(len(event.keys) for event in output.cache) <= 2 for output in outputs)  # type: ignore[union-attr]
+    told = len(driven.sent)
+    driven.driver._publish(driven.h.engine.drain(), state=False)
+    assert len(driven.sent) == told, "nothing has changed"
 
 
 async def test_a_cancellation_is_not_lost_when_the_answer_comes_with_it() -> None:

@@ -8,6 +8,7 @@ from kvrelay.common.request import ChoiceDelta, FinishReason
 from kvrelay.common.wire import delta_from_proto
 from kvrelay.engine import messages as m
 from kvrelay.engine.fake import FakeConfig, FakeEngine
+from kvrelay.engine.pod.kvevents import EventLog
 from kvrelay.engine.pod.routes import Routes
 from tests.pods.harness import ROUTER, request
 
@@ -24,7 +25,8 @@ def delta(attempt: int, index: int, finish: FinishReason | None = None) -> Choic
 
 
 def routes() -> Routes:
-    return Routes(FakeEngine(FakeConfig(), PodId("p")), PodState())
+    engine = FakeEngine(FakeConfig(), PodId("p"))
+    return Routes(engine, PodState(), EventLog(engine, ()))
 
 
 async def test_decode_streams_have_the_newest_attempt_only() -> None:

@@ -64,6 +64,13 @@ class Known:
 
     def add(self, record: PodRecord) -> None:
         self._records[record.pod_id] = record
+        self._change()
+
+    def remove(self, pod_id: PodId) -> None:
+        del self._records[pod_id]
+        self._change()
+
+    def _change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

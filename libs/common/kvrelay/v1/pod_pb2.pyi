@@ -313,6 +313,50 @@ class TransferCounters(_message.Message):
 Global___TransferCounters: _TypeAlias = TransferCounters  # noqa: Y015
 
 @_typing.final
+class GetCachedBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCachedBlocksRequest: _TypeAlias = GetCachedBlocksRequest  # noqa: Y015
+
+@_typing.final
+class CachedBlocks(_message.Message):
+    """At least one piece comes; all are of one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
+    sequence: _builtins.int
+    """of the last batch of events that the keys include; 0: before the first"""
+    keys: _builtins.bytes
+    """16 bytes each, in any order"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keys", b"keys", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedBlocks: _TypeAlias = CachedBlocks  # noqa: Y015
+
+@_typing.final
 class SetHoldRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -54,6 +54,11 @@ class PodStub:
                 request_serializer=kvrelay_dot_v1_dot_pod__pb2.InspectRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_pod__pb2.InspectResponse.FromString,
                 _registered_method=True)
+        self.GetCachedBlocks = channel.unary_stream(
+                '/kvrelay.v1.Pod/GetCachedBlocks',
+                request_serializer=kvrelay_dot_v1_dot_pod__pb2.GetCachedBlocksRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_pod__pb2.CachedBlocks.FromString,
+                _registered_method=True)
         self.SetHold = channel.unary_unary(
                 '/kvrelay.v1.Pod/SetHold',
                 request_serializer=kvrelay_dot_v1_dot_pod__pb2.SetHoldRequest.SerializeToString,
@@ -90,6 +95,13 @@ class PodServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCachedBlocks(self, request, context):
+        """The keys of all blocks in the prefix cache, in pieces: where a reader of KV events begins, or goes on after a gap.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetHold(self, request, context):
         """Test only, refused unless the pod was started with --test-hooks.
         """
@@ -119,6 +131,11 @@ def add_PodServicer_to_server(servicer, server):
                     servicer.Inspect,
                     request_deserializer=kvrelay_dot_v1_dot_pod__pb2.InspectRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_pod__pb2.InspectResponse.SerializeToString,
+            ),
+            'GetCachedBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetCachedBlocks,
+                    request_deserializer=kvrelay_dot_v1_dot_pod__pb2.GetCachedBlocksRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_pod__pb2.CachedBlocks.SerializeToString,
             ),
             'SetHold': grpc.unary_unary_rpc_method_handler(
                     servicer.SetHold,
@@ -234,6 +251,33 @@ class Pod:
             '/kvrelay.v1.Pod/Inspect',
             kvrelay_dot_v1_dot_pod__pb2.InspectRequest.SerializeToString,
             kvrelay_dot_v1_dot_pod__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCachedBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.Pod/GetCachedBlocks',
+            kvrelay_dot_v1_dot_pod__pb2.GetCachedBlocksRequest.SerializeToString,
+            kvrelay_dot_v1_dot_pod__pb2.CachedBlocks.FromString,
             options,
             channel_credentials,
             insecure,

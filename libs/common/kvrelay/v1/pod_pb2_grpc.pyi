@@ -37,6 +37,8 @@ class PodStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_pod_pb2.DrainRequest, _pod_pb2.DrainResponse]
     Inspect: _grpc.UnaryUnaryMultiCallable[_pod_pb2.InspectRequest, _pod_pb2.InspectResponse]
     """Checks the invariants of the block pool and the leases, and counts what is held."""
+    GetCachedBlocks: _grpc.UnaryStreamMultiCallable[_pod_pb2.GetCachedBlocksRequest, _pod_pb2.CachedBlocks]
+    """The keys of all blocks in the prefix cache, in pieces: where a reader of KV events begins, or goes on after a gap."""
     SetHold: _grpc.UnaryUnaryMultiCallable[_pod_pb2.SetHoldRequest, _pod_pb2.SetHoldResponse]
     """Test only, refused unless the pod was started with --test-hooks."""
 
@@ -49,6 +51,8 @@ class PodAsyncStub(PodStub):
     Drain: _aio.UnaryUnaryMultiCallable[_pod_pb2.DrainRequest, _pod_pb2.DrainResponse]  # type: ignore[assignment]
     Inspect: _aio.UnaryUnaryMultiCallable[_pod_pb2.InspectRequest, _pod_pb2.InspectResponse]  # type: ignore[assignment]
     """Checks the invariants of the block pool and the leases, and counts what is held."""
+    GetCachedBlocks: _aio.UnaryStreamMultiCallable[_pod_pb2.GetCachedBlocksRequest, _pod_pb2.CachedBlocks]  # type: ignore[assignment]
+    """The keys of all blocks in the prefix cache, in pieces: where a reader of KV events begins, or goes on after a gap."""
     SetHold: _aio.UnaryUnaryMultiCallable[_pod_pb2.SetHoldRequest, _pod_pb2.SetHoldResponse]  # type: ignore[assignment]
     """Test only, refused unless the pod was started with --test-hooks."""
 
@@ -82,6 +86,14 @@ class PodServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pod_pb2.InspectResponse, _abc.Awaitable[_pod_pb2.InspectResponse]]:
         """Checks the invariants of the block pool and the leases, and counts what is held."""
+
+    @_abc_1.abstractmethod
+    def GetCachedBlocks(
+        self,
+        request: _pod_pb2.GetCachedBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pod_pb2.CachedBlocks], _abc.AsyncIterator[_pod_pb2.CachedBlocks]]:
+        """The keys of all blocks in the prefix cache, in pieces: where a reader of KV events begins, or goes on after a gap."""
 
     @_abc_1.abstractmethod
     def SetHold(

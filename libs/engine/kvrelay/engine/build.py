@@ -10,6 +10,7 @@ from kvrelay.engine.cache import TORCH_DTYPES, KvCache, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.core import Engine
 from kvrelay.engine.loader import LoadedModel, load_model
+from kvrelay.engine.pool import CacheListener
 from kvrelay.engine.runner import ModelRunner
 from kvrelay.engine.sampler import Sampler
 
@@ -28,8 +29,8 @@ class Built:
     attention: str
 
 
-def build(config: EngineConfig, on_progress: OnProgress) -> Built:
-    """Raises KvrelayError where the model, the device or an option does not fit."""
+def build(config: EngineConfig, on_progress: OnProgress, listener: CacheListener | None = None) -> Built:
+    """`listener` hears of the prefix cache. Raises KvrelayError where the model, the device or an option does not fit."""
     loaded = load_model(config, on_progress)
     kv_dtype = TORCH_DTYPES[kv_dtype_of(config.kv_dtype, loaded.dtype)]
     attention, reason = choose(config, loaded.model_config, loaded.model.dtype, kv_dtype)
@@ -43,5 +44,6 @@ def build(config: EngineConfig, on_progress: OnProgress) -> Built:
         max_model_len=loaded.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         fingerprint=loaded.fingerprint,
+        listener=listener,
     )
     return Built(engine, runner.kv, loaded, runner.kv.layout(loaded.fingerprint), reason)

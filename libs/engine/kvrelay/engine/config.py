@@ -51,6 +51,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     ticket_timeout_ms: int = 30_000
     """How long a reservation waits to be filled, if its request's deadline is not sooner."""
+    kv_events: bool = True
+    """Tell the front what the prefix cache gains and loses."""
     test_hooks: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +95,8 @@ class KvStoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """PEM files: the authority of its certificate, and this pod's own pair. Empty: no TLS."""
     tls_cert: str = ""
     tls_key: str = ""
+    load: str = "auto"
+    """auto: what takes less time than to compute it, as measured; or always."""
 
 
 def _path(kind: type, value: object) -> Path:

@@ -12,6 +12,7 @@ from kvrelay.common.ids import PodId, RequestId, RouterId, new_epoch
 from kvrelay.common.request import EngineRequest, Ticket
 from kvrelay.engine import messages as m
 from kvrelay.engine.build import Built, build
+from kvrelay.engine.changes import CacheChanges
 from kvrelay.engine.channel import Channel
 from kvrelay.engine.config import EngineConfig, KvStoreOptions
 from kvrelay.engine.connector.base import Connector
@@ -38,13 +39,17 @@ class Driver:
         port: TransferPort,
         channel: Channel[m.ToEngine],
         compute: ThreadPoolExecutor,
+        changes: CacheChanges,
         connector: Connector | None = None,
+        *,
+        load_always: bool = False,
     ) -> None:
         self._config = config
         self._engine = built.engine
         self._port = port
         self._channel = channel
         self._compute = compute
+        self._changes = changes
         self._pushes = Pushes(port.sender, built.cache, self._push_ended)
         self._tickets = Tickets(built.engine, port, built.cache, info, self._changed, self._transfer_failed)
         self._held = False
@@ -54,7 +59,9 @@ class Driver:
         self._routers: dict[RequestId, RouterId] = {}
         self._store: KvStorePort | None = None
         if connector is not None:
-            self._store = KvStorePort(built.engine, built.cache, identity_of(built), connector, self._changed)
+            self._store = KvStorePort(
+                built.engine, built.cache, identity_of(built), connector, self._changed, load_always=load_always
+            )
             self._store.start()
         built.engine.connect(self)
 
@@ -73,7 +80,9 @@ class Driver:
         def progress(what: str, done: int, total: int) -> None:
             loop.call_soon_threadsafe(channel.send, m.Progress(what=what, done=done, total=total))
 
-        built = await loop.run_in_executor(compute, build, config, progress)
+        changes = CacheChanges(config.block_size)
+        listener = changes if config.kv_events else None
+        built = await loop.run_in_executor(compute, build, config, progress, listener)
         epoch = new_epoch()
         options = PortConfig(
             frame_bytes=config.frame_bytes, staging_bytes=config.staging_bytes, checksums=config.checksums
@@ -94,7 +103,8 @@ class Driver:
             attention=built.attention,
         )
         connector = make_connector(kvstore, pod_id, identity_of(built))
-        driver = cls(config, built, info, port, channel, compute, connector)
+        always = kvstore is not None and kvstore.load == "always"
+        driver = cls(config, built, info, port, channel, compute, changes, connector, load_always=always)
         channel.send(m.Ready(info=info))
         driver._changed()  # the state of an idle engine, above all its credits, is news too
         return driver
@@ -138,10 +148,14 @@ class Driver:
     def _publish(self, update: StepUpdate, *, state: bool) -> None:
         """Tokens and news, if there are any, and the state with them; with `state` also the bare state."""
         notices, self._notices = [*self._notices, *update.notices], []
-        if not (update.deltas or notices or state):
+        cache = self._changes.take()
+        if not (update.deltas or notices or cache or state):
             return
         stats = self._engine.stats(self._counters(), self._store.counters() if self._store else None)
-        self._channel.send(m.StepOutput(deltas=tuple(update.deltas), notices=tuple(notices), stats=stats))
+        deltas = tuple(update.deltas)
+        self._channel.send(m.StepOutput(deltas=deltas, notices=tuple(notices), cache=cache, stats=stats))
+        while cache := self._changes.take():
+            self._channel.send(m.StepOutput(cache=cache, stats=stats))
         for request_id in {*(d.request_id for d in update.deltas), *(n.request_id for n in notices)}:
             self._forget_router(request_id)
 

@@ -9,11 +9,12 @@ from kvrelay.common.ids import BlockId, Fingerprint
 from kvrelay.engine.pool import BlockPool, CacheListener, NoListener, StoredRun
 from kvrelay.engine.sequence import Sequence
 
-OnComputed = Callable[[Sequence, int, int], None]
-"""A sequence, and which of its blocks: from the first to before the second."""
+OnCached = Callable[[Sequence, int, int, bool], None]
+"""Hears of blocks that can be found from now on: a sequence, which of its blocks (from the first to before the second), and
+whether they are new, computed or pushed here, and not out of the KV store."""
 
 
-def _unheard(seq: Sequence, first: int, end: int) -> None:
+def _unheard(seq: Sequence, first: int, end: int, new: bool) -> None:
     pass
 
 
@@ -39,8 +40,7 @@ class KvManager:
         """Blocks that this step's copies read, one reference each, held until the step is done."""
         self.lent: list[int] = []
         """Blocks that a copy to the KV store reads, one reference each."""
-        self.on_computed: OnComputed = _unheard
-        """Hears of blocks whose KV was computed or pushed here, and that can be found from now on."""
+        self.on_cached: OnCached = _unheard
         self._copies: list[tuple[int, int]] = []
         self.spans = block_size // SPAN
         self._prefix_caching = prefix_caching
@@ -137,25 +137,28 @@ class KvManager:
 
     def commit(self, seq: Sequence, num_computed: int) -> None:
         """The KV of positions below `num_computed` lies in the sequence's blocks: full ones can be found from now on."""
-        for first, end in self.adopt(seq, num_computed):
-            self.on_computed(seq, first, end)
+        self._take_over(seq, num_computed, new=True)
 
-    def adopt(self, seq: Sequence, num_computed: int) -> list[tuple[int, int]]:
-        """As `commit`, of KV that comes out of the store. Gives the runs of blocks that are new to the cache."""
+    def adopt(self, seq: Sequence, num_computed: int) -> None:
+        """As `commit`, of KV that comes out of the KV store."""
+        self._take_over(seq, num_computed, new=False)
+
+    def _take_over(self, seq: Sequence, num_computed: int, *, new: bool) -> None:
         first, end = seq.num_computed // self.block_size, num_computed // self.block_size
         seq.num_computed = num_computed
-        if not self._prefix_caching or end <= first:
-            return []
-        return self._cache(seq, first, end)
+        if self._prefix_caching and end > first:
+            for run in self._cache(seq, first, end):
+                self._announce(seq, *run)
+                self.on_cached(seq, *run, new)
 
     def _cache(self, seq: Sequence, first: int, end: int) -> list[tuple[int, int]]:
+        """Gives the runs of blocks that are new to the cache."""
         keys = self.keys(seq, first, end)
         new = [self.pool.cache(seq.blocks[first + i], key) for i, key in enumerate(keys)]
         runs, start = [], 0
         while True in new[start:]:
             start = new.index(True, start)
             stop = new.index(False, start) if False in new[start:] else len(new)
-            self._announce(seq, first + start, first + stop)
             runs.append((first + start, first + stop))
             start = stop
         return runs

@@ -6,6 +6,7 @@ One message is a 4-byte little-endian length and its MessagePack. Either side re
 import msgspec
 
 from kvrelay.common.ids import Epoch, Fingerprint, PodId, RequestId, RouterId
+from kvrelay.common.kvevents import Event
 from kvrelay.common.layout import KvLayout
 from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs, Ticket
 from kvrelay.engine.config import KvStoreOptions
@@ -103,6 +104,8 @@ class StepOutput(Message, frozen=True, kw_only=True):
 
     deltas: tuple[ChoiceDelta, ...] = ()
     notices: tuple["Notice", ...] = ()
+    cache: tuple[Event, ...] = ()
+    """What the prefix cache gained and lost since the last output, in order; the rest of a long list comes in further ones."""
     stats: "EngineStats"
 
 

@@ -112,5 +112,11 @@ class Index:
         known = await self._redis.set(self._prefix + b"mark", new, nx=True, get=True)
         return cast("bytes", known) if known else new
 
+    async def used_bytes(self) -> int:
+        """Of Redis's memory; of a Cluster's, all nodes together."""
+        answer = await self._redis.info("memory")
+        parts = [answer] if "used_memory" in answer else answer.values()
+        return sum(int(part["used_memory"]) for part in parts)
+
     async def close(self) -> None:
         await self._redis.aclose()

@@ -21,13 +21,15 @@ from kvrelay.router.delivery import Delivery
 from kvrelay.router.dispatch import Dispatcher
 from kvrelay.router.entries import Entries
 from kvrelay.router.job import Chat, Event, GenerateInput, ModelInfo, PreparedRequest, Readiness
+from kvrelay.router.kvevents import EventReader, KvEventMetrics
 from kvrelay.router.metrics import Metrics, Observer
 from kvrelay.router.model import ServedModel
-from kvrelay.router.policy import POLICIES
+from kvrelay.router.policy import POLICIES, Policy
 from kvrelay.router.pool import Directory
 from kvrelay.router.prepare import Preparer
 from kvrelay.router.recovery import Retries
 from kvrelay.router.settings import RouterSettings
+from kvrelay.router.snapshots import Snapshots
 
 MAX_NAME_CHARS = 200
 """Of a client's own words in a message."""
@@ -50,8 +52,9 @@ class Router:
             max_timeout_ms=settings.max_timeout_ms,
         )
         self._entries = Entries(self._model.tokenizer)
+        policy: Policy = POLICIES[settings.policy](settings.local_prefill_tokens)
         self._dispatcher = Dispatcher(
-            POLICIES[settings.policy](settings.local_prefill_tokens),
+            policy,
             directory,
             self.router_id,
             settings.pod_access(),
@@ -64,12 +67,24 @@ class Router:
         self._metrics = Metrics(registry, self._model.name)
         self._runs: dict[RequestId, Run] = {}
         self._metrics.watch(lambda: len(self._runs), lambda: len(self._dispatcher.queue))
+        self._kv_events: EventReader | None = None
+        if policy.index is not None:
+            self._kv_events = EventReader(
+                settings.redis_url,
+                settings.cluster,
+                directory,
+                policy.index,
+                Snapshots(settings.pod_access()),
+                KvEventMetrics(registry),
+            )
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
 
     async def start(self) -> None:
         await self._dispatcher.start()
+        if self._kv_events is not None:
+            self._kv_events.start()
 
     async def drain(self, timeout_seconds: float) -> None:
         """Takes no more; returns when the last request ended, or after the timeout."""
@@ -84,6 +99,8 @@ class Router:
         for run in list(self._runs.values()):
             run.interrupt(Draining("the router is closing"))
         await self._background.close()
+        if self._kv_events is not None:
+            await self._kv_events.stop()
         await self._dispatcher.close()
 
     def models(self) -> tuple[ModelInfo, ...]:

@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from kvrelay.router.load import Load
+from kvrelay.router.replica import Index
 
 _DECODE_SCORE = attrgetter("decode_score")
 _PREFILL_SCORE = attrgetter("prefill_score")
@@ -45,6 +46,11 @@ class Route:
 
 
 class Policy(Protocol):
+    @property
+    def index(self) -> Index | None:
+        """Of the pods' prefix caches, which the router then keeps true; None: the policy asks for none."""
+        ...
+
     def choose(self, request: RouteRequest, pods: PodsView) -> Route | None:
         """None: it should wait. Called from the event loop, so within 200 µs at a thousand pods."""
         ...
@@ -56,6 +62,8 @@ class LeastLoaded:
     The decode pod computes the prompt itself where it plays both parts, where the prompt is shorter than
     `local_prefill_tokens`, and where no prefill pod of its group lives.
     """
+
+    index = None
 
     def __init__(self, local_prefill_tokens: int) -> None:
         self._local_prefill_tokens = local_prefill_tokens

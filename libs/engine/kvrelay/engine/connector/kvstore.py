@@ -172,7 +172,7 @@ class KvStoreConnector:
                     told = attached(await anext(answers))
             except (TimeoutError, StopAsyncIteration) as error:
                 raise Unavailable("the store does not answer") from error
-            arena = map_arena(told.arena_path, told.arena_bytes)
+            arena = await asyncio.to_thread(map_arena, told.arena_path, told.arena_bytes)
             session = Session(outgoing, arena, access.fingerprint, access.shape, access.readable)
             self._session = session
             log.info("attached to the kvstore at %s, %d MiB", access.address, told.arena_bytes >> 20)

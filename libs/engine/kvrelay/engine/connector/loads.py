@@ -26,8 +26,8 @@ from kvrelay.engine.sequence import Sequence, State
 
 log = logging.getLogger(__name__)
 
-MIN_TOKENS = 2 * SPAN
-"""To be computed, under which the store is not asked."""
+_BELIEF = 0.2
+"""How much the newest measurement of a look-up's time is believed."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,8 +49,16 @@ class Loads:
     """Diverts an engine's sequences. Everything runs on the event loop but for the copies."""
 
     def __init__(
-        self, engine: Engine, connector: Connector, copier: Copier, thread: Executor, on_change: Callable[[], None]
+        self,
+        engine: Engine,
+        connector: Connector,
+        copier: Copier,
+        thread: Executor,
+        on_change: Callable[[], None],
+        *,
+        always: bool,
     ) -> None:
+        """`always`: also what it would take less time to compute."""
         self.counters = LoadCounters()
         self._engine = engine
         self._manager = engine.manager
@@ -58,6 +66,9 @@ class Loads:
         self._copier = copier
         self._thread = thread
         self._on_change = on_change
+        self._always = always
+        self._look_up_seconds = 0.001
+        """A guess until the first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._coming: dict[BlockId, asyncio.Event] = {}
         """By the key of the first block that a load brings: set when that load is over."""
@@ -72,7 +83,10 @@ class Loads:
         if seq.looked_up or seq.blocks or not self._connector.ready:
             return False
         limit = self._limit(seq)
-        if limit - len(hits) * self._manager.block_size < MIN_TOKENS:
+        missing = limit - len(hits) * self._manager.block_size
+        if missing <= 0:
+            return False
+        if not self._always and self._engine.budget.prompt_seconds(missing) < self._look_up_seconds:
             return False
         seq.looked_up = True
         if hits:
@@ -127,6 +141,7 @@ class Loads:
         ids, first = self._manager.chain(seq, limit), seq.num_computed // SPAN
         self.counters.lookups += 1
         runs = await self._connector.find(ids, first)
+        self._look_up_seconds += _BELIEF * (time.monotonic() - started - self._look_up_seconds)
         if not runs or not self._wanted(seq):
             return
         num_spans = self._worth(runs, len(ids) - first)
@@ -148,6 +163,8 @@ class Loads:
 
     def _worth(self, runs: Seq[Run], most: int) -> int:
         """Spans, from the first on, whose loading saves the most time against computing them."""
+        if self._always:
+            return min(sum(run.num_spans for run in runs), most)
         best, saved, spans, seconds = 0, 0.0, 0, 0.0
         for run in runs:
             spans += run.num_spans

@@ -19,6 +19,8 @@ from kvrelay.engine.core import Engine
 from kvrelay.engine.messages import KvStoreCounters
 from kvrelay.transfer.block import BlockInfo, shape_of
 
+WATCH_SECONDS = 0.25
+
 
 def identity_of(built: Built) -> BlockInfo:
     """What all spans of this pod have in common."""
@@ -57,25 +59,46 @@ class KvStorePort:
     """Loads before sequences run, and stores behind the steps, over one connector."""
 
     def __init__(
-        self, engine: Engine, cache: KvCache, identity: BlockInfo, connector: Connector, on_change: Callable[[], None]
+        self,
+        engine: Engine,
+        cache: KvCache,
+        identity: BlockInfo,
+        connector: Connector,
+        on_change: Callable[[], None],
+        *,
+        load_always: bool = False,
     ) -> None:
+        """`load_always`: also what it would take less time to compute."""
         self._connector = connector
         self._cache = cache
         # One for each way: a load does not wait for what is being stored.
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("load", "store")]
         copier = Copier(cache, identity)
-        self._loads = Loads(engine, connector, copier, self._threads[0], on_change)
+        self._loads = Loads(engine, connector, copier, self._threads[0], on_change, always=load_always)
         self._stores = Stores(engine, connector, copier, self._threads[1])
-        self._storing: asyncio.Task[None] | None = None
+        self._on_change = on_change
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self._connector.start()
-        self._storing = asyncio.create_task(self._stores.run(), name="store")
+        self._tasks = [
+            asyncio.create_task(self._stores.run(), name="store"),
+            asyncio.create_task(self._watch(), name="store-watch"),
+        ]
+
+    async def _watch(self) -> None:
+        """What is counted here changes without a step as well."""
+        said = self.counters()
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if (now := self.counters()) != said:
+                said = now
+                self._on_change()
 
     async def close(self) -> None:
         await self._loads.close()
-        if self._storing is not None:
-            await end_task(self._storing)
+        for task in self._tasks:
+            await end_task(task)
         loop = asyncio.get_running_loop()
         for thread in self._threads:
             await loop.run_in_executor(None, thread.shutdown)

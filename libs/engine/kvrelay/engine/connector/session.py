@@ -27,12 +27,15 @@ TIERS = {pb.TIER_CPU: "cpu", pb.TIER_FILE: "file", pb.TIER_S3: "s3", pb.TIER_PEE
 
 
 def map_arena(path: str, size: int) -> Memory:
-    """Raises OSError, ValueError where it is not there or of another size."""
+    """Takes a while where it is large: its pages are mapped here, and not in the midst of copies.
+
+    Raises OSError, ValueError where it is not there or of another size.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size != size:
             raise ValueError(f"the arena {path} is not of {size} bytes")
-        return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        return np.frombuffer(mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8)
     finally:
         os.close(descriptor)
 

@@ -2,13 +2,18 @@
 
 A step's full blocks are noted by their keys. Some at a time, those that the cache still has are lent to a copy: they stay as they are
 until it is done. What the cache loses before its turn is lost; so is what the store has no room for.
+
+Where the cache is nearly full, the blocks that it will give away next are offered again, first of all: a store that has lost them, or had no
+room before, takes them now. So a request that was preempted finds what it had computed.
 """
 
 import asyncio
 import dataclasses
-from collections import deque
+import itertools
+from collections import OrderedDict, deque
 from concurrent.futures import Executor
 
+from kvrelay.common.blocks import NO_PARENT
 from kvrelay.common.ids import BlockId
 from kvrelay.engine.connector.base import Connector, Room, Writing
 from kvrelay.engine.connector.copies import Copier
@@ -50,27 +55,51 @@ class Stores:
         self._copier = copier
         self._thread = thread
         self._waiting: deque[_Waiting] = deque()
+        self._known: dict[BlockId, _Waiting] = {}
+        """Of what the cache has, by its keys, and of some that it had."""
+        self._leaving: OrderedDict[BlockId, None] = OrderedDict()
+        """Keys that were offered again, the last ones."""
+        self._num_lent = 0
         self._news = asyncio.Event()
         # Blocks that are lent cannot be given to others: only ever a small part of them.
         most = max(1, self._manager.pool.num_blocks // 32)
         self._batch_blocks = min(most, max(1, BATCH_SPANS // self._manager.spans))
-        engine.manager.on_computed = self._offer
+        engine.manager.on_cached = self._offer
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Blocks, those that are being copied included."""
+        return len(self._waiting) + self._num_lent
 
-    def _offer(self, seq: Sequence, first: int, end: int) -> None:
+    def _offer(self, seq: Sequence, first: int, end: int, new: bool) -> None:
         spans = self._manager.spans
         in_heads = heads(seq.block_ids[: end * spans])
         for block in range(first, end):
             part = slice(block * spans, (block + 1) * spans)
             ids = tuple(seq.block_ids[part])
-            self._waiting.append(_Waiting(ids[-1], ids, tuple(in_heads[part])))
+            entry = self._known[ids[-1]] = _Waiting(ids[-1], ids, tuple(in_heads[part]))
+            if new:
+                self._waiting.append(entry)
+        self._offer_leaving()
         while len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
             self.counters.dropped += 1
-        self._news.set()
+        if len(self._known) > 2 * self._manager.pool.num_blocks:
+            self._known = {key: self._known[key] for key in self._manager.pool.cached if key in self._known}
+        if self._waiting:
+            self._news.set()
+
+    def _offer_leaving(self) -> None:
+        pool = self._manager.pool
+        if len(pool.blank) >= self._batch_blocks:
+            return
+        for block in list(itertools.islice(pool.idle, self._batch_blocks)):
+            entry = self._known.get(pool.keys[block] or NO_PARENT)
+            if entry is not None and entry.key not in self._leaving:
+                self._leaving[entry.key] = None
+                self._waiting.appendleft(entry)
+        while len(self._leaving) > pool.num_blocks:
+            self._leaving.popitem(last=False)
 
     async def run(self) -> None:
         """For as long as the engine lives."""
@@ -91,9 +120,11 @@ class Stores:
         self.counters.dropped += len(batch) - len(here)
         blocks = [self._manager.pool.cached[entry.key] for entry in here]
         self._manager.lend(blocks)
+        self._num_lent = len(blocks)
         try:
             await self._write(here, blocks)
         finally:
+            self._num_lent = 0
             self._manager.take_back(blocks)
 
     async def _write(self, entries: list[_Waiting], blocks: list[int]) -> None:

@@ -6,11 +6,11 @@ from collections import OrderedDict
 
 import msgspec
 
-from kvrelay.common.blocks import SPAN, BlockHasher, extra_keys
 from kvrelay.common.errors import NoCapacity, StaleEpoch
-from kvrelay.common.ids import BlockId, RequestId, RouterId
+from kvrelay.common.ids import RequestId, RouterId
 from kvrelay.common.request import ChoiceDelta, EngineRequest, Ticket, TicketTarget
 from kvrelay.engine import messages as m
+from kvrelay.engine.fake.cache import FakeCache
 from kvrelay.engine.fake.config import FakeConfig
 from kvrelay.engine.fake.link import Arrival
 from kvrelay.engine.fake.tokens import Speaker, prompt_logprobs
@@ -33,7 +33,7 @@ class FakeCore:
         self._info: m.EngineInfo | None = None
         self._address = b""
         self._attempts: OrderedDict[RequestId, int] = OrderedDict()
-        self._cached: OrderedDict[BlockId, None] = OrderedDict()
+        self._cache = FakeCache(config)
         self._generation = 0
         self._held_blocks = 0
         self._deltas: list[ChoiceDelta] = []
@@ -118,7 +118,7 @@ class FakeCore:
     def _admit(self, work: Work) -> None:
         self.works[work.request.request_id] = work
         self._held_blocks += work.num_blocks
-        work.num_cached = work.num_computed = self._find(work)
+        work.num_cached = work.num_computed = self._cache.find(work.request)
         self._count(prompt_tokens=work.num_prompt, cached_tokens=work.num_cached)
 
     def _grant(self, work: Work) -> None:
@@ -159,7 +159,7 @@ class FakeCore:
         work.stage = Stage.RUNNING
         work.adopt(arrival.deltas)
         self._deltas += arrival.deltas
-        self._insert(work)
+        self._cache.insert(work.request)
         received = self.counters.payload_bytes_received + arrival.payload_bytes
         self.counters = msgspec.structs.replace(self.counters, payload_bytes_received=received, bytes_received=received)
         if work.over:
@@ -181,29 +181,6 @@ class FakeCore:
             transfers_completed=counters.transfers_completed + 1,
             seconds=counters.seconds + end.seconds,
         )
-
-    # The prefix cache: identities of what was computed or received.
-
-    def _ids(self, work: Work) -> list[BlockId]:
-        ids: list[BlockId] = []
-        hasher = BlockHasher(self._config.fingerprint, extra_keys(work.request.cache_salt))
-        hasher.extend(ids, work.request.prompt_token_ids)
-        return ids
-
-    def _find(self, work: Work) -> int:
-        found = 0
-        for block_id in self._ids(work):
-            if block_id not in self._cached:
-                break
-            found += 1
-        return min(found * SPAN, (work.num_prompt - 1) // SPAN * SPAN)
-
-    def _insert(self, work: Work) -> None:
-        for block_id in self._ids(work):
-            self._cached[block_id] = None
-            self._cached.move_to_end(block_id)
-        while len(self._cached) > self._config.num_blocks * self._config.block_size // SPAN:
-            self._cached.popitem(last=False)
 
     # Steps.
 
@@ -229,7 +206,12 @@ class FakeCore:
             elif work.stage is Stage.RUNNING and self.hold != "decode":
                 self._advance(work)
         self._count(num_steps=1)
-        output = m.StepOutput(deltas=tuple(self._deltas), notices=tuple(self._notices), stats=self.stats())
+        output = m.StepOutput(
+            deltas=tuple(self._deltas),
+            notices=tuple(self._notices),
+            cache=self._cache.take_changes(),
+            stats=self.stats(),
+        )
         self._deltas, self._notices = [], []
         return output
 
@@ -256,7 +238,7 @@ class FakeCore:
         self._count(computed_tokens=count)
         if work.num_computed < work.num_prompt:
             return count
-        self._insert(work)
+        self._cache.insert(work.request)
         told = prompt_logprobs(request.prompt_token_ids, request.sampling, self._config.vocab_size)
         computed = m.PromptComputed(num_cached_tokens=work.num_cached, prompt_logprobs=told)
         self.notify(request.request_id, work.attempt, computed)
@@ -308,7 +290,7 @@ class FakeCore:
             violations=wrong,
             num_blocks=stats.num_blocks,
             free_blocks=stats.free_blocks,
-            cached_blocks=len(self._cached) * SPAN // self._config.block_size,
+            cached_blocks=len(self._cache),
             num_requests=len(self.works),
             num_reservations=stats.num_reservations,
             num_pushes=stats.num_pushes,

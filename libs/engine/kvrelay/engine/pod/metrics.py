@@ -10,6 +10,7 @@ from kvrelay.common.pod.state import PodState
 from kvrelay.common.telemetry import new_registry
 from kvrelay.engine.api import EngineClient
 from kvrelay.engine.messages import EngineStats
+from kvrelay.engine.pod.kvevents import EventLog
 from kvrelay.engine.pod.routes import Routes
 
 GAUGES = {
@@ -68,10 +69,11 @@ VLLM_COUNTERS = {
 class PodCollector(Collector):
     """The same quantities under `kvrelay_pod_` and, where dashboards know them, under vLLM's names."""
 
-    def __init__(self, engine: EngineClient, state: PodState, routes: Routes, model: str) -> None:
+    def __init__(self, engine: EngineClient, state: PodState, routes: Routes, events: EventLog, model: str) -> None:
         self._engine = engine
         self._state = state
         self._routes = routes
+        self._events = events
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
@@ -106,6 +108,14 @@ class PodCollector(Collector):
         yield CounterMetricFamily(
             "kvrelay_pod_lost_routers", "Routers that left requests behind", value=counters.lost_routers
         )
+        yield CounterMetricFamily(
+            "kvrelay_pod_kv_event_batches", "Steps that changed the prefix cache", value=self._events.num_batches
+        )
+        yield CounterMetricFamily(
+            "kvrelay_pod_kv_event_batches_dropped",
+            "Of these, given up while Redis was away or too slow",
+            value=self._events.num_dropped,
+        )
 
     def _vllm(self, stats: EngineStats) -> Iterator[Metric]:
         for name, source in VLLM_GAUGES.items():
@@ -124,7 +134,9 @@ class PodCollector(Collector):
         return family
 
 
-def pod_registry(engine: EngineClient, state: PodState, routes: Routes, model: str) -> CollectorRegistry:
+def pod_registry(
+    engine: EngineClient, state: PodState, routes: Routes, events: EventLog, model: str
+) -> CollectorRegistry:
     registry = new_registry()
-    registry.register(PodCollector(engine, state, routes, model))
+    registry.register(PodCollector(engine, state, routes, events, model))
     return registry

@@ -1,7 +1,8 @@
 """Which of an engine's outputs goes to which open stream.
 
 engine.outputs() ──▶ Routes ──▶ one outbox a router     all of a decode step's tokens for its requests, in one message
-                           └──▶ one outbox a prefill    the events of that request
+                           ├──▶ one outbox a prefill    the events of that request
+                           └──▶ the log of KV events
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from kvrelay.common.request import ChoiceDelta, EngineRequest, FinishReason, Pos
 from kvrelay.engine import messages as m
 from kvrelay.engine.api import EngineClient
 from kvrelay.engine.pod import steps
+from kvrelay.engine.pod.kvevents import EventLog
 from kvrelay.engine.pod.outbox import Outbox
 from kvrelay.v1 import decode_pb2, prefill_pb2
 
@@ -64,10 +66,11 @@ class Counters:
 class Routes:
     """Owned by the pod; `run` is the one consumer of the engine's outputs."""
 
-    def __init__(self, engine: EngineClient, state: PodState) -> None:
+    def __init__(self, engine: EngineClient, state: PodState, events: EventLog) -> None:
         self.counters = Counters()
         self._engine = engine
         self._state = state
+        self._events = events
         self._prefills: dict[RequestId, PrefillRoute] = {}
         self._routers: dict[RouterId, RouterRoute] = {}
         self._owned: dict[RequestId, Owned] = {}
@@ -86,6 +89,7 @@ class Routes:
         """Until the engine's outputs end: then every stream ends with Unavailable."""
         async for output in self._engine.outputs():
             self._dispatch(output)
+            self._events.take(output.cache)
             self._state.touch()
         self.fail(Unavailable("the engine process is gone"))
 

@@ -26,6 +26,7 @@ from kvrelay.engine.messages import Progress
 from kvrelay.engine.pod.control import PodServicer
 from kvrelay.engine.pod.decode import DecodeServicer
 from kvrelay.engine.pod.engines import make_engine
+from kvrelay.engine.pod.kvevents import event_log
 from kvrelay.engine.pod.metrics import pod_registry
 from kvrelay.engine.pod.prefill import PrefillServicer
 from kvrelay.engine.pod.routes import Routes
@@ -57,7 +58,11 @@ async def serve_pod(settings: PodSettings) -> int:
 
 async def run_pod(settings: PodSettings, engine: EngineClient) -> int:
     """Until SIGTERM, SIGINT, a drain or the engine's death. Returns the exit code; logs why it is not 0."""
-    pod = Pod(settings, engine)
+    try:
+        pod = Pod(settings, engine)
+    except KvrelayError as error:
+        log.error("the pod cannot start: %s", error)
+        return 1
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, pod.state.ask_to_leave)
@@ -76,12 +81,14 @@ class Pod:
     """Owns the engine, the servers and the lease; everything runs on one event loop."""
 
     def __init__(self, settings: PodSettings, engine: EngineClient) -> None:
+        """Raises Internal where an option needs what is not installed."""
         self.state = PodState()
         self.grpc_port = 0
         self.http_port = 0
         self._settings = settings
         self._engine = engine
-        self._routes = Routes(engine, self.state)
+        self._events = event_log(settings, engine)
+        self._routes = Routes(engine, self.state, self._events)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server: grpc.aio.Server | None = None
         self._web: WebServer | None = None
@@ -104,6 +111,7 @@ class Pod:
             await end_task(leaving)
             if not starting.done():
                 await end_task(starting)
+        self._events.start()
         self._outputs = asyncio.create_task(self._routes.run(), name="outputs")
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -159,6 +167,7 @@ class Pod:
         await self._engine.close()
         if self._outputs is not None:
             await end_task(self._outputs)
+        await self._events.stop()
         if self._web is not None:
             await self._web.stop()
 
@@ -168,7 +177,7 @@ class Pod:
         settings = self._settings
         listener = net.listen(settings.host, settings.listen_http)
         self.http_port = listener.getsockname()[1]
-        registry = pod_registry(self._engine, self.state, self._routes, settings.model_name)
+        registry = pod_registry(self._engine, self.state, self._routes, self._events, settings.model_name)
         app = WebApp(self.state, self._engine.dead, lambda: exposition(registry), self._details, settings.token)
         self._web = WebServer(app, listener)
         self._web.start()
@@ -190,7 +199,14 @@ class Pod:
         interceptors = [TokenInterceptor(settings.token)] if settings.token else []
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         pod_pb2_grpc.add_PodServicer_to_server(
-            PodServicer(self._engine, self.state, role=settings.role, version=VERSION, test_hooks=settings.test_hooks),
+            PodServicer(
+                self._engine,
+                self.state,
+                self._events if settings.tells_kv_events else None,
+                role=settings.role,
+                version=VERSION,
+                test_hooks=settings.test_hooks,
+            ),
             server,
         )
         if settings.role in ("prefill", "both"):

@@ -78,6 +78,8 @@ class PodSettings(ServiceSettings):
     """Keep computed blocks for prompts that begin alike."""
     kvstore: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
     """HOST:PORT of the node's KV store; it must be on the same host and share its memory folder. Not set: none."""
+    kvstore_load: Literal["auto", "always"] = "auto"
+    """What is taken out of the store: what takes less time than to compute it, as measured, or always all that is there."""
     kvstore_tls_ca: Path | None = None
     """PEM file: the authority of the store's certificate; with it the store is called with TLS and this pod's certificate."""
     threads: int = Field(default=0, ge=0)
@@ -102,6 +104,16 @@ class PodSettings(ServiceSettings):
     """Of dummy weights."""
     ticket_timeout_ms: int = Field(default=30_000, ge=1)
     """How long a reservation waits for its push."""
+    kv_events: bool = True
+    """Publish on Redis what the prefix cache gains and loses: routers that look for prefixes read it."""
+    kv_events_zmq: str | None = Field(default=None, pattern=r"^(tcp|ipc)://.+")
+    """Publish the same by ZMQ in vLLM's schema: tcp://*:5557 listens, tcp://HOST:PORT connects; not set: not at all."""
+    kv_events_zmq_replay: str | None = Field(default=None, pattern=r"^(tcp|ipc)://.+")
+    """Where subscribers ask for what they missed: tcp://*:5558."""
+    kv_events_zmq_format: Literal["map", "array"] = "map"
+    """Of the events: map, or array for subscribers of older versions of vLLM."""
+    kv_events_zmq_topic: str | None = Field(default=None, max_length=256)
+    """Not set: kv@POD@MODEL, as llm-d's router reads it."""
     test_hooks: bool = False
     """Let tests hold the engine at chosen points."""
 
@@ -116,6 +128,8 @@ class PodSettings(ServiceSettings):
     def _whole(self) -> Self:
         if self.engine == "process" and self.model is None:
             raise ValueError("option --model is required")
+        if self.kv_events_zmq_replay is not None and self.kv_events_zmq is None:
+            raise ValueError("option --kv-events-zmq-replay needs --kv-events-zmq")
         self.engine_config()
         token_option("auth-token", self.auth_token, self.auth_token_file)
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -126,20 +140,27 @@ class PodSettings(ServiceSettings):
 
     def engine_config(self) -> EngineConfig:
         """Raises ValueError where the options do not go together."""
-        return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.__struct_fields__})
+        options = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
+        return EngineConfig(**{**options, "kv_events": self.tells_kv_events})
+
+    @property
+    def tells_kv_events(self) -> bool:
+        """To anyone."""
+        return self.kv_events or self.kv_events_zmq is not None
 
     def kvstore_options(self) -> KvStoreOptions | None:
         """Pods and stores have one token. None: there is no store."""
         if not self.kvstore:
             return None
         if self.kvstore_tls_ca is None:
-            return KvStoreOptions(address=self.kvstore, token=self.token)
+            return KvStoreOptions(address=self.kvstore, token=self.token, load=self.kvstore_load)
         return KvStoreOptions(
             address=self.kvstore,
             token=self.token,
             tls_ca=str(self.kvstore_tls_ca),
             tls_cert=str(self.tls_cert or ""),
             tls_key=str(self.tls_key or ""),
+            load=self.kvstore_load,
         )
 
     @cached_property

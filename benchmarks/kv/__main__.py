@@ -1,0 +1,107 @@
+"""The KV store against what it stands on, measured in one run: each tier's medium alone, Redis, and computing the prompt.
+
+python -m benchmarks.kv [--only cpu,files,s3,lookup,ttft] [--out results.json]
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.kv import cpu, lookup, media, ttft
+from benchmarks.kv.lookup import LookUps
+from benchmarks.kv.measure import Medium
+from benchmarks.kv.ttft import FirstToken
+from benchmarks.report import commit, machine
+from kvrelay.cli.model import DEFAULT_DIR
+
+PARTS = ("cpu", "files", "s3", "lookup", "ttft")
+BLOCK_BYTES = 368_640
+"""A block of the bundled model in bfloat16."""
+
+
+class Results(msgspec.Struct, kw_only=True):
+    media: list[Medium] = []
+    look_ups: list[LookUps] = []
+    first_tokens: list[FirstToken] = []
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.kv", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas [%(default)s]")
+    parser.add_argument("--model", type=Path, default=DEFAULT_DIR, help="directory [%(default)s]")
+    parser.add_argument("--dtype", default="float32", help="of the model [%(default)s]")
+    parser.add_argument("--blocks", type=int, default=256, help="of a run, in cpu, files and s3 [%(default)s]")
+    parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES, help="in files and s3 [%(default)s]")
+    parser.add_argument("--runs", type=int, default=5, help="whose median is shown [%(default)s]")
+    parser.add_argument("--directory", type=Path, help="on the disk to measure [a temporary one]")
+    parser.add_argument("--index-blocks", type=int, default=1_000_000, help="in Redis [%(default)s]")
+    parser.add_argument("--prefix-blocks", type=int, default=512, help="that are looked up [%(default)s]")
+    parser.add_argument("--lengths", default="500,2000,4000", help="of prompts, in ttft [%(default)s]")
+    parser.add_argument("--out", type=Path, help="results as JSON")
+    return parser.parse_args()
+
+
+async def measure(args: argparse.Namespace, parts: list[str], folder: Path) -> Results:
+    results = Results()
+    for part in parts:
+        place = folder / part
+        place.mkdir()
+        match part:
+            case "cpu":
+                results.media += await cpu.measure(args.model, args.dtype, args.blocks, args.runs, place)
+            case "files":
+                for direct in (True, False):
+                    mode = place / f"direct-{direct}"
+                    mode.mkdir()
+                    results.media += await media.files(mode, args.blocks, args.block_bytes, args.runs, direct)
+            case "s3":
+                results.media += await media.objects(place, args.blocks, args.block_bytes, args.runs)
+            case "lookup":
+                results.look_ups.append(await lookup.measure(place, args.index_blocks, args.prefix_blocks, 1000))
+            case "ttft":
+                lengths = [int(length) for length in args.lengths.split(",")]
+                results.first_tokens += await ttft.measure(args.model, args.dtype, lengths, 3, place, 2 << 30)
+            case _:
+                raise SystemExit(f"{part} is none of {', '.join(PARTS)}")
+    return results
+
+
+def show(results: Results) -> list[Table]:
+    tiers = Table(title="GB/s; the bound is the medium and then a pass of the checksum where there is one")
+    for heading in ("tier", "ours", "raw", "bound", "share"):
+        tiers.add_column(heading, justify="left" if heading == "tier" else "right")
+    for each in results.media:
+        tiers.add_row(each.name, *(f"{v:.2f}" for v in (each.ours, each.raw, each.bound)), f"{each.share:.0%}")
+    index = Table(title="looking up a prefix in Redis")
+    for heading in ("blocks there", "bytes each", "prefix", "p50 ms", "p99 ms", "announced/s"):
+        index.add_column(heading, justify="right")
+    for look in results.look_ups:
+        figures = (f"{look.bytes_per_block:.0f}", str(look.prefix_blocks), f"{look.p50_ms:.2f}", f"{look.p99_ms:.2f}")
+        index.add_row(str(look.blocks), *figures, f"{look.announced_per_second:.0f}")
+    first = Table(title="milliseconds to the first token")
+    for heading in ("prompt", "computed", "from the CPU tier", "ratio"):
+        first.add_column(heading, justify="right")
+    for token in results.first_tokens:
+        first.add_row(str(token.prompt_tokens), f"{token.cold_ms:.0f}", f"{token.hit_ms:.0f}", f"{token.ratio:.0f}")
+    return [table for table in (tiers, index, first) if table.row_count]
+
+
+def main() -> None:
+    args = arguments()
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        results = uvloop.run(measure(args, args.only.split(","), Path(folder)))
+    for table in show(results):
+        Console().print(table)
+    if args.out:
+        options = {name: str(value) for name, value in vars(args).items() if name != "out"}
+        result = {"machine": machine(), "commit": commit(), "options": options, **msgspec.to_builtins(results)}
+        args.out.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+
+
+if __name__ == "__main__":
+    main()
