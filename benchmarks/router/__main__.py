@@ -46,7 +46,9 @@ CASES = [
 ]
 LATENCY_CASES = [
     Case(name="first token, text", prompts="text", pods="split", connections=1, output_tokens=2, stream=True),
-    Case(name="first token, one pod", prompts="text", pods="both", connections=1, output_tokens=2, stream=True, step_ms=0),
+    Case(
+        name="first token, one pod", prompts="text", pods="both", connections=1, output_tokens=2, stream=True, step_ms=0
+    ),
 ]
 
 
@@ -57,7 +59,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="[%(default)s]")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each burst [%(default)s]")
     parser.add_argument("--prompt-tokens", type=int, default=200, help="[%(default)s]")
-    parser.add_argument("--rate", type=float, default=50.0, help="requests a second of the patient client [%(default)s]")
+    parser.add_argument(
+        "--rate", type=float, default=50.0, help="requests a second of the patient client [%(default)s]"
+    )
     parser.add_argument("--out", type=Path, help="results as JSON")
     return parser.parse_args()
 
@@ -95,7 +99,8 @@ def _latency(stack: Running, bodies: Sequence[bytes], args: argparse.Namespace) 
     load_average = os.getloadavg()[0]
     found = [1000 * each for each in load.first_tokens(stack.port, bodies, args.rate, int(args.seconds * args.rate))]
     p50, p99 = percentile(found, 0.5), percentile(found, 0.99)
-    assert p50 is not None and p99 is not None
+    assert p50 is not None
+    assert p99 is not None
     return Latency(requests=len(found), p50_ms=p50, p99_ms=p99, load_average=load_average)
 
 

@@ -26,7 +26,9 @@ from kvrelay.common.wire import ticket_to_proto
 from kvrelay.engine.fake.config import FakeConfig, from_model
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, pod_pb2, pod_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 
-SPEECH = " The relay passes the baton from hand to hand, and none of the runners sees more than the part that is theirs."
+SPEECH = (
+    " The relay passes the baton from hand to hand, and none of the runners sees more than the part that is theirs."
+)
 CLUSTER = str(ServiceSettings.model_fields["cluster"].default)
 MANY = 1 << 20
 """Credits, and blocks: the router never waits for room."""
@@ -222,13 +224,20 @@ async def serve(redis_url: str, model: Path, roles: tuple[PodRole, ...], step_se
     try:
         await asyncio.gather(*(server.wait_for_termination() for server in servers.values()))
     finally:
-        await asyncio.gather(*(lease.stop() for lease in leases), *(each.stop(STOP_SECONDS) for each in servers.values()))
+        await asyncio.gather(
+            *(lease.stop() for lease in leases), *(each.stop(STOP_SECONDS) for each in servers.values())
+        )
 
 
 def _ticket(decode: PodRecord) -> Ticket:
     """As a real one has it: of one rank, with an address of some length."""
     target = TicketTarget(
-        rank=0, group=0, address=secrets.token_bytes(300), ticket_bits=secrets.randbits(40), first_token=0, end_token=200
+        rank=0,
+        group=0,
+        address=secrets.token_bytes(300),
+        ticket_bits=secrets.randbits(40),
+        first_token=0,
+        end_token=200,
     )
     return Ticket(
         request_id=RequestId(""),

@@ -64,7 +64,18 @@ def quickest(rounds: Sequence[Latency]) -> Latency:
 
 def burst_table(bursts: Mapping[str, Sequence[Burst]]) -> Table:
     shown = _table("full load, best round; of the router µs of processor time; of router and pods the share of a core")
-    for heading in ("case", "req/s", "tok/s", "p50 ms", "p99 ms", "µs/req", "µs/tok", "router", "pods", "rounds' req/s"):
+    for heading in (
+        "case",
+        "req/s",
+        "tok/s",
+        "p50 ms",
+        "p99 ms",
+        "µs/req",
+        "µs/tok",
+        "router",
+        "pods",
+        "rounds' req/s",
+    ):
         shown.add_column(heading, no_wrap=True, justify="left" if heading == "case" else "right")
     for name, rounds in bursts.items():
         b = best(rounds)

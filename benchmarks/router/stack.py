@@ -80,7 +80,17 @@ def running(model: Path, pods: str, step_ms: float, cores: Cores) -> Iterator[Ru
             stack.callback(process.stop, STOP_SECONDS)
             return process
 
-        redis = [str(get_binary_path()), "--port", str(redis_port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+        redis = [
+            str(get_binary_path()),
+            "--port",
+            str(redis_port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            folder,
+        ]
         start("redis", cores.rest, redis)
         line = [sys.executable, "-m", "benchmarks.router.pods", "--redis-url", redis_url, "--model", str(model)]
         stubs = start("pods", cores.rest, [*line, "--pods", pods, "--step-ms", str(step_ms)])

@@ -55,6 +55,7 @@ _KIND = {
     KvGroupKind.DRAFT: pb.KV_GROUP_KIND_DRAFT,
 }
 _KIND_BACK = {value: kind for kind, value in _KIND.items()}
+_DTYPES = frozenset(dtype.value for dtype in KvDtype)
 
 
 def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
@@ -202,7 +203,7 @@ def _group_to_proto(group: KvGroup) -> pb.KvGroup:
 def _group_from_proto(message: pb.KvGroup) -> KvGroup:
     if message.kind not in _KIND_BACK:
         raise InvalidRequest(f"KV group kind {message.kind} is unknown", "layout.groups.kind")
-    if message.dtype not in {dtype.value for dtype in KvDtype}:
+    if message.dtype not in _DTYPES:
         raise InvalidRequest(f"KV dtype {message.dtype!r} is unknown", "layout.groups.dtype")
     try:
         return KvGroup(

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -61,7 +61,9 @@ class Run:
         self._background = background
         self._observer = observer
         self._inbox = news.Inbox()
-        self._interrupted: asyncio.Future[KvrelayError] = asyncio.get_running_loop().create_future()
+        self._interruption: KvrelayError | None = None
+        self._wait: asyncio.Timeout | None = None
+        """Around what an interruption has to end: all waits but that for news."""
         self._attempt = 0
         self._failures = 0
         self._group: int | None = None
@@ -76,9 +78,11 @@ class Run:
         """Choices that the decode pod itself calls finished."""
 
     def interrupt(self, error: KvrelayError) -> None:
-        if not self._interrupted.done():
-            self._interrupted.set_result(error)
+        if self._interruption is None:
+            self._interruption = error
             self._inbox.put_nowait(news.Interrupted(error))
+            if self._wait is not None:
+                self._wait.reschedule(asyncio.get_running_loop().time())
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Raises KvrelayError."""
@@ -114,13 +118,13 @@ class Run:
             request, self._attempt, local_prefill=prefill is None, timeout_seconds=self._remaining()
         )
         try:
-            ticket = await self._unless_interrupted(reserve)
+            grant = await self._unless_interrupted(reserve)
         except Overloaded as error:
             raise AttemptFailed(error, Culprit.ROOM) from error
         except KvrelayError as error:
             raise AttemptFailed(error, Culprit.DECODE) from error
-        if prefill is not None and ticket is not None:
-            call = prefill.prefill(request, ticket, self._inbox, timeout_seconds=self._remaining())
+        if prefill is not None and grant is not None:
+            call = prefill.prefill(grant, self._inbox, timeout_seconds=self._remaining())
             self._prefill = asyncio.create_task(call, name=f"prefill {self._id}")
 
     async def _place(self) -> Placement:
@@ -135,7 +139,7 @@ class Run:
             kept, self._kept = self._kept, None
             return self._dispatcher.beside(kept, request)
         work = self._dispatcher.place(request, priority=self._prepared.request.priority, readmitted=self._attempt > 0)
-        return await self._unless_interrupted(work, Placement.release)
+        return await self._unless_interrupted(work)
 
     def _request(self) -> EngineRequest:
         """As pods see it now."""
@@ -276,26 +280,17 @@ class Run:
             self._background.adopt(self._prefill)
             self._prefill = None
 
-    async def _unless_interrupted(
-        self, work: Coroutine[None, None, T], discard: Callable[[T], None] = lambda _: None
-    ) -> T:
-        """Its result. Where the run is interrupted or cancelled first, a result that comes too late is discarded.
+    async def _unless_interrupted(self, work: Coroutine[None, None, T]) -> T:
+        """Its result. Raises what the work raises, and the interruption, for which the work is cancelled.
 
-        Raises what the work raises, and the interruption.
+        In this task: to start one for each wait would cost more than most of the waits.
         """
-        task = asyncio.ensure_future(work)
         try:
-            either: set[asyncio.Future[T] | asyncio.Future[KvrelayError]] = {task, self._interrupted}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._interrupted.done():
-                raise self._interrupted.result()
-        except BaseException:  # a cancellation as well: the work ends, and a result that comes too late is let go
-            task.add_done_callback(lambda ended: _discard(ended, discard))
-            task.cancel()
-            raise
-        return task.result()
-
-
-def _discard(task: asyncio.Task[T], discard: Callable[[T], None]) -> None:
-    if not task.cancelled() and task.exception() is None:
-        discard(task.result())
+            async with asyncio.timeout(0 if self._interruption is not None else None) as self._wait:
+                return await work
+        except TimeoutError:
+            if self._interruption is None:
+                raise
+            raise self._interruption from None
+        finally:
+            self._wait = None

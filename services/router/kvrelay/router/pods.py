@@ -10,6 +10,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
@@ -19,17 +20,12 @@ from kvrelay.common.access import PodAccess
 from kvrelay.common.discovery import PodRecord
 from kvrelay.common.errors import Cancelled, DeadlineExceeded, Internal, KvrelayError, StaleEpoch, Unavailable
 from kvrelay.common.ids import RequestId, RouterId
-from kvrelay.common.request import EngineRequest, Ticket
+from kvrelay.common.request import EngineRequest
 from kvrelay.common.rpc import CHANNEL_OPTIONS, called, from_rpc_error
-from kvrelay.common.wire import (
-    delta_from_proto,
-    request_to_proto,
-    ticket_from_proto,
-    ticket_to_proto,
-)
+from kvrelay.common.wire import delta_from_proto, request_to_proto
 from kvrelay.router.load import Load, Report
 from kvrelay.router.news import Inbox, PodLost, PrefillFailed, from_notice, from_prefill
-from kvrelay.v1 import decode_pb2, decode_pb2_grpc, pod_pb2, pod_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from kvrelay.v1 import decode_pb2, decode_pb2_grpc, pod_pb2, pod_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +62,14 @@ async def uncancelled(call: Awaitable[T]) -> T:
 def of_pod(error: KvrelayError) -> KvrelayError:
     """No one here cancelled: to a request, a call that the pod or the connection ended is a pod that cannot be had."""
     return Unavailable(error.message) if isinstance(error, Cancelled) else error
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A request, and the decode pod's ticket for it as that pod wrote it: only a prefill pod has to understand it."""
+
+    request: types_pb2.EngineRequest
+    ticket: types_pb2.Ticket
 
 
 class Pod:
@@ -197,7 +201,7 @@ class Pod:
 
     async def reserve(
         self, request: EngineRequest, attempt: int, *, local_prefill: bool, timeout_seconds: float
-    ) -> Ticket | None:
+    ) -> Grant | None:
         """None: the pod computes the prompt itself. Raises what the pod says, and Unavailable where it does not answer in time."""
         self._check_connected()
         message = decode_pb2.ReserveRequest(
@@ -212,20 +216,21 @@ class Pod:
             return None
         if not answer.HasField("ticket"):
             raise Internal(f"{self} granted no ticket")
-        return ticket_from_proto(answer.ticket)
+        return Grant(message.request, answer.ticket)
 
-    async def prefill(self, request: EngineRequest, ticket: Ticket, inbox: Inbox, *, timeout_seconds: float) -> None:
+    async def prefill(self, grant: Grant, inbox: Inbox, *, timeout_seconds: float) -> None:
         """Until the push has ended; what happens, failure included, comes to the inbox. Cancelling it aborts the request there."""
-        message = prefill_pb2.PrefillRequest(request=request_to_proto(request), ticket=ticket_to_proto(ticket))
+        message = prefill_pb2.PrefillRequest(request=grant.request, ticket=grant.ticket)
+        attempt = grant.ticket.attempt
         try:
             self._check_connected()
             call = self._prefill.Prefill(message, timeout=timeout_seconds, metadata=self._metadata)
             try:
-                await uncancelled(self._read_prefill(call, ticket.attempt, inbox))
+                await uncancelled(self._read_prefill(call, attempt, inbox))
             finally:
                 call.cancel()
         except KvrelayError as error:
-            inbox.put_nowait(PrefillFailed(ticket.attempt, error))
+            inbox.put_nowait(PrefillFailed(attempt, error))
 
     @staticmethod
     async def _read_prefill(
