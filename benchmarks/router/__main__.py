@@ -24,6 +24,7 @@ from kvrelay.cli.model import DEFAULT_DIR
 PACKAGES = ("grpcio", "protobuf", "uvloop", "uvicorn", "httptools", "msgspec", "orjson", "tokenizers")
 NUM_PROMPTS = 64
 WARMUP_SECONDS = 2.0
+WIDTH = 120
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ CASES = [
     Case(name="requests, text", prompts="text", pods="split", connections=64, output_tokens=2),
     Case(name="requests, token ids", prompts="ids", pods="split", connections=64, output_tokens=2),
     Case(name="requests, text, one pod", prompts="text", pods="both", connections=64, output_tokens=2),
-    Case(name="streams", prompts="text", pods="split", connections=64, output_tokens=128, stream=True),
+    Case(name="streams", prompts="text", pods="split", connections=256, output_tokens=128, stream=True, step_ms=6),
 ]
 LATENCY_CASES = [
     Case(name="first token, text", prompts="text", pods="split", connections=1, output_tokens=2, stream=True),
@@ -112,7 +113,7 @@ def _bodies(case: Case, args: argparse.Namespace) -> list[bytes]:
 def main() -> None:
     args = arguments()
     load.find_wrk()
-    cores, console = Cores.of_machine(), Console()
+    cores, console = Cores.of_machine(), Console(width=WIDTH)
     os.sched_setaffinity(0, cores.rest)
     bursts = {case.name: measure(case, args, cores) for case in CASES if args.only in case.name}
     latencies = {case.name: measure_latency(case, args, cores) for case in LATENCY_CASES if args.only in case.name}

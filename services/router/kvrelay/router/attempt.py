@@ -9,10 +9,9 @@ ends at the deadline, at an abort, or when its pod is lost; leaving in any state
 """
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -23,6 +22,7 @@ from kvrelay.router import news
 from kvrelay.router.background import Background
 from kvrelay.router.delivery import Delivery
 from kvrelay.router.dispatch import Dispatcher
+from kvrelay.router.inbox import Inbox
 from kvrelay.router.job import ChoiceEvent, Event, PreparedRequest
 from kvrelay.router.load import Load
 from kvrelay.router.metrics import Observer
@@ -60,7 +60,7 @@ class Run:
         self._retries = retries
         self._background = background
         self._observer = observer
-        self._inbox = news.Inbox()
+        self._inbox = Inbox()
         self._interruption: KvrelayError | None = None
         self._wait: asyncio.Timeout | None = None
         """Around what an interruption has to end: all waits but that for news."""
@@ -80,7 +80,7 @@ class Run:
     def interrupt(self, error: KvrelayError) -> None:
         if self._interruption is None:
             self._interruption = error
-            self._inbox.put_nowait(news.Interrupted(error))
+            self._inbox.put(news.Interrupted(error))
             if self._wait is not None:
                 self._wait.reschedule(asyncio.get_running_loop().time())
 
@@ -150,7 +150,7 @@ class Run:
     def _remaining(self) -> float:
         return max(0.001, self._prepared.deadline - time.monotonic())
 
-    def _take(self, item: news.News) -> Iterable[Event]:
+    def _take(self, item: news.News) -> Sequence[Event]:
         """What follows from one piece of news: events for the client, or AttemptFailed. Raises KvrelayError when interrupted."""
         match item:
             case ChoiceDelta() if item.attempt == self._attempt:
@@ -167,14 +167,14 @@ class Run:
                 return self._take_current(item)
         return ()
 
-    def _take_current(self, item: news.OfAttempt) -> Iterable[Event]:
+    def _take_current(self, item: news.OfAttempt) -> Sequence[Event]:
         match item:
             case news.PrefillStarted(num_cached_tokens=cached):
                 return self._delivery.note_prompt(cached)
             case news.FirstTokens(deltas=deltas, prompt_logprobs=logprobs):
+                self._check(deltas, Culprit.PREFILL)
                 self._note_computed()
-                events = self._delivery.note_prompt(logprobs=logprobs)
-                return itertools.chain(events, self._deliver(deltas, Culprit.PREFILL))
+                return [*self._delivery.note_prompt(logprobs=logprobs), *self._deliver(deltas)]
             case news.PromptComputed(num_cached_tokens=cached, prompt_logprobs=logprobs):
                 self._note_computed()
                 return self._delivery.note_prompt(cached, logprobs)
@@ -190,15 +190,21 @@ class Run:
                 raise AttemptFailed(error, Culprit.TICKET)
         return ()
 
-    def _take_decoded(self, delta: ChoiceDelta) -> Iterable[Event]:
+    def _take_decoded(self, delta: ChoiceDelta) -> list[Event]:
         self._decode_speaks = True
         self._note_computed()
         if delta.finish_reason is not None:
             self._decode_finished.add(delta.choice)
-        told = self._delivery.note_prompt(0, ()) if self._prefill is None and not self._delivery.prompt_known else ()
-        return itertools.chain(told, self._deliver((delta,), Culprit.DECODE))
+        self._check((delta,), Culprit.DECODE)
+        if self._prefill is None and not self._delivery.prompt_known:
+            return [*self._delivery.note_prompt(0, ()), *self._delivery.add(delta)]
+        return self._delivery.add(delta)
 
-    def _deliver(self, deltas: Iterable[ChoiceDelta], source: Culprit) -> Iterable[Event]:
+    def _deliver(self, deltas: Sequence[ChoiceDelta]) -> list[Event]:
+        return [event for delta in deltas for event in self._delivery.add(delta)]
+
+    def _check(self, deltas: Sequence[ChoiceDelta], source: Culprit) -> None:
+        """Before any of them is delivered: what counts as delivered must reach the client."""
         for delta in deltas:
             if delta.finish_reason is FinishReason.ERROR:
                 code, _, message = delta.error.partition(": ")
@@ -207,7 +213,6 @@ class Run:
                 if self._remaining() < DEADLINE_SLACK_SECONDS:
                     raise DeadlineExceeded("the request's deadline passed")
                 raise AttemptFailed(Unavailable("the pod gave the request up"), source)
-            yield from self._delivery.add(delta)
 
     def _end_choice(self, event: Event) -> None:
         """A stop string, which no pod knows of, has ended a choice while others go on: it must not run on beside them."""
@@ -252,7 +257,7 @@ class Run:
         else:
             self._leave_decode(place.decode)
             # What the pod still says of this request finds no one.
-            self._inbox = news.Inbox()
+            self._inbox = Inbox()
 
     def _leave(self) -> None:
         """For good. Where the decode pod did not end the request by itself, both pods are told."""

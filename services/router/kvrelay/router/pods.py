@@ -23,8 +23,9 @@ from kvrelay.common.ids import RequestId, RouterId
 from kvrelay.common.request import EngineRequest
 from kvrelay.common.rpc import CHANNEL_OPTIONS, called, from_rpc_error
 from kvrelay.common.wire import delta_from_proto, request_to_proto
+from kvrelay.router.inbox import Inbox, Pacer
 from kvrelay.router.load import Load, Report
-from kvrelay.router.news import Inbox, PodLost, PrefillFailed, from_notice, from_prefill
+from kvrelay.router.news import PodLost, PrefillFailed, from_notice, from_prefill
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, pod_pb2, pod_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Grant:
 class Pod:
     """`usable`: it said that it is ready, and what it streams arrives here."""
 
-    def __init__(self, record: PodRecord, group: int, router_id: RouterId, access: PodAccess) -> None:
+    def __init__(self, record: PodRecord, group: int, router_id: RouterId, access: PodAccess, pacer: Pacer) -> None:
         self.record = record
         self.streams = record.role != "prefill"
         self.load = Load(
@@ -96,6 +97,7 @@ class Pod:
         self._prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self._stream_open = not self.streams
         self._accepts = False
+        self._pacer = pacer
         self._inboxes: dict[RequestId, Inbox] = {}
         self._lost: KvrelayError | None = None
 
@@ -122,7 +124,7 @@ class Pod:
         self._lost = reason
         self._set_usable(False, on_usable)
         for inbox in self._inboxes.values():
-            inbox.put_nowait(PodLost(self.load, reason))
+            inbox.put(PodLost(self.load, reason))
         self._inboxes.clear()
 
     async def _watch_health(self, on_status: Callable[[], None], on_usable: Callable[[], None]) -> None:
@@ -180,15 +182,18 @@ class Pod:
         """Notices first: a prompt is computed before its first token. What no one listens to any more is dropped."""
         for notice in step.notices:
             if (inbox := self._inboxes.get(RequestId(notice.request_id))) is not None:
-                inbox.put_nowait(from_notice(notice))
+                inbox.put(from_notice(notice))
+        told = set()
         for delta in step.deltas:
-            if (inbox := self._inboxes.get(RequestId(delta.request_id))) is not None:
-                inbox.put_nowait(delta_from_proto(delta))
+            if (inbox := self._inboxes.get(delta.request_id)) is not None:  # type: ignore[call-overload]
+                inbox.leave(delta_from_proto(delta))
+                told.add(inbox)
+        self._pacer.wake(told)
 
     def listen(self, request_id: RequestId, inbox: Inbox) -> None:
         """From now on the request's news, PodLost included, comes to the inbox; at once where the pod is lost already."""
         if self._lost is not None:
-            inbox.put_nowait(PodLost(self.load, self._lost))
+            inbox.put(PodLost(self.load, self._lost))
         else:
             self._inboxes[request_id] = inbox
 
@@ -230,7 +235,7 @@ class Pod:
             finally:
                 call.cancel()
         except KvrelayError as error:
-            inbox.put_nowait(PrefillFailed(attempt, error))
+            inbox.put(PrefillFailed(attempt, error))
 
     @staticmethod
     async def _read_prefill(
@@ -240,7 +245,7 @@ class Pod:
     ) -> None:
         pushed = False
         async for event in call:
-            inbox.put_nowait(from_prefill(event, attempt))
+            inbox.put(from_prefill(event, attempt))
             pushed = event.HasField("push_completed")
         if not pushed:
             raise Unavailable("the prefill pod ended the call before its push")
