@@ -8,6 +8,7 @@
 import argparse
 import asyncio
 import secrets
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from kvrelay.common.settings import ServiceSettings
 from kvrelay.common.tokenizer import Tokenizer
 from kvrelay.common.wire import ticket_to_proto
 from kvrelay.engine.fake.config import FakeConfig, from_model
+from kvrelay.engine.pod.decode import MAX_STEPS_TOGETHER
+from kvrelay.engine.pod.outbox import Outbox
+from kvrelay.engine.pod.steps import joined
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, pod_pb2, pod_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 
 SPEECH = (
@@ -45,8 +49,8 @@ class Running:
 
 
 class Decoder(decode_pb2_grpc.DecodeServicer):
-    """One router's requests, a token of each in a step. A step begins `step_seconds` after the last one did, or later where the
-    router has not taken that yet: a slow router slows the pod, and no message is merged with another."""
+    """One router's requests, a token of each in a step. As of a real pod, steps that the router has not taken yet go out in one
+    message."""
 
     def __init__(self, tokens: list[int], ticket: Ticket, step_seconds: float) -> None:
         self._tokens = tokens
@@ -56,6 +60,7 @@ class Decoder(decode_pb2_grpc.DecodeServicer):
         self._running: dict[str, Running] = {}
         self._prompts: list[Running] = []
         self._work = asyncio.Event()
+        self._steps: Outbox[decode_pb2.StepTokens] = Outbox(MANY)
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: object) -> decode_pb2.ReserveResponse:
         wanted = request.request
@@ -86,15 +91,22 @@ class Decoder(decode_pb2_grpc.DecodeServicer):
         context: "grpc.aio.ServicerContext[decode_pb2.StreamRequest, decode_pb2.StepTokens]",
     ) -> None:
         await context.send_initial_metadata(())
-        clock = asyncio.get_running_loop()
-        begin = clock.time()
+        stepping = asyncio.create_task(self._run())
+        try:
+            while waiting := await self._steps.get_all(MAX_STEPS_TOGETHER):
+                await context.write(joined(waiting))
+        finally:
+            stepping.cancel()
+
+    async def _run(self) -> None:
+        begin = time.monotonic()
         while True:
             if not self._running:
                 self._work.clear()
                 await self._work.wait()
-            begin = max(begin + self._step_seconds, clock.time())
-            await asyncio.sleep(begin - clock.time())
-            await context.write(self._step())
+            begin = max(begin + self._step_seconds, time.monotonic())
+            await asyncio.sleep(begin - time.monotonic())
+            self._steps.put(self._step())
 
     def _step(self) -> decode_pb2.StepTokens:
         prompts, self._prompts = self._prompts, []

@@ -171,14 +171,15 @@ def delta_to_proto(delta: ChoiceDelta) -> pb.ChoiceDelta:
 
 
 def delta_from_proto(message: pb.ChoiceDelta) -> ChoiceDelta:
-    if message.logprobs and len(message.logprobs) != len(message.token_ids):
+    logprobs = message.logprobs
+    if logprobs and len(logprobs) != len(message.token_ids):
         raise InvalidRequest("logprobs are not as many as token_ids", "logprobs")
     return ChoiceDelta(
         request_id=RequestId(message.request_id),
         choice=message.choice,
         index=message.index,
         token_ids=tuple(message.token_ids),
-        logprobs=logprobs_from_proto(message.logprobs),
+        logprobs=logprobs_from_proto(logprobs) if logprobs else (),
         finish_reason=finish_from_proto(message.finish_reason),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         error=message.error,

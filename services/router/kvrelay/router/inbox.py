@@ -1,14 +1,11 @@
-"""What pods and the router itself tell a running request, and when it hears of it."""
+"""What waits for a running request to hear of it."""
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import Iterable
 
 from kvrelay.common.request import ChoiceDelta, FinishReason
 from kvrelay.router.news import News
 
-MAX_PAUSE_SECONDS = 0.05
 _FAILURES = (FinishReason.ABORT, FinishReason.ERROR)
 
 
@@ -21,13 +18,6 @@ class Inbox:
 
     def put(self, item: News) -> None:
         self._items.append(item)
-        self.wake()
-
-    def leave(self, item: News) -> None:
-        """As `put`, but its reader hears of it at the next `wake` only."""
-        self._items.append(item)
-
-    def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -70,45 +60,3 @@ class Inbox:
             error=last.error,
             attempt=first.attempt,
         )
-
-
-class Pacer:
-    """Wakes the readers that tokens came for: at once, as long as handing them on takes less than half of the time.
-
-    Where it takes more, as long a pause follows as it took: several steps' tokens then pass together, each for a fraction of
-    what it costs alone. So a router that has too much to do gets slower by some milliseconds, and does not fall behind.
-    """
-
-    def __init__(self) -> None:
-        self._due: set[Inbox] = set()
-        self._next: asyncio.Handle | None = None
-        self._idle_from = 0.0
-        """On the clock of `time.monotonic`, when the pause ends."""
-
-    def wake(self, inboxes: Iterable[Inbox]) -> None:
-        self._due.update(inboxes)
-        if self._next is None and self._due:
-            self._schedule()
-
-    def _schedule(self) -> None:
-        pause = self._idle_from - time.monotonic()
-        if pause > 0:
-            self._next = asyncio.get_running_loop().call_later(pause, self._hand_on)
-        else:
-            self._hand_on()
-
-    def _hand_on(self) -> None:
-        due, self._due = self._due, set()
-        begin = time.monotonic()
-        for inbox in due:
-            inbox.wake()
-        # Behind all that were woken, and behind the turn's end, when their writes reach the sockets.
-        loop = asyncio.get_running_loop()
-        self._next = loop.call_soon(loop.call_soon, self._handed_on, begin)
-
-    def _handed_on(self, begin: float) -> None:
-        now = time.monotonic()
-        self._idle_from = now + min(now - begin, MAX_PAUSE_SECONDS)
-        self._next = None
-        if self._due:
-            self._schedule()

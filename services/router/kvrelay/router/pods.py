@@ -23,7 +23,7 @@ from kvrelay.common.ids import RequestId, RouterId
 from kvrelay.common.request import EngineRequest
 from kvrelay.common.rpc import CHANNEL_OPTIONS, called, from_rpc_error
 from kvrelay.common.wire import delta_from_proto, request_to_proto
-from kvrelay.router.inbox import Inbox, Pacer
+from kvrelay.router.inbox import Inbox
 from kvrelay.router.load import Load, Report
 from kvrelay.router.news import PodLost, PrefillFailed, from_notice, from_prefill
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, pod_pb2, pod_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
@@ -40,6 +40,9 @@ _OPTIONS = (
     *CHANNEL_OPTIONS,
     # No connection is shared with a former `Pod` of the same address: a broken one is not inherited.
     ("grpc.use_local_subchannel_pool", 1),
+    # A few steps' tokens: what this router has not read yet waits in the pod, which then puts it into one message.
+    ("grpc.http2.lookahead_bytes", 16 << 10),
+    ("grpc.http2.bdp_probe", 0),
 )
 
 T = TypeVar("T")
@@ -76,7 +79,7 @@ class Grant:
 class Pod:
     """`usable`: it said that it is ready, and what it streams arrives here."""
 
-    def __init__(self, record: PodRecord, group: int, router_id: RouterId, access: PodAccess, pacer: Pacer) -> None:
+    def __init__(self, record: PodRecord, group: int, router_id: RouterId, access: PodAccess) -> None:
         self.record = record
         self.streams = record.role != "prefill"
         self.load = Load(
@@ -97,7 +100,6 @@ class Pod:
         self._prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self._stream_open = not self.streams
         self._accepts = False
-        self._pacer = pacer
         self._inboxes: dict[RequestId, Inbox] = {}
         self._lost: KvrelayError | None = None
 
@@ -183,12 +185,9 @@ class Pod:
         for notice in step.notices:
             if (inbox := self._inboxes.get(RequestId(notice.request_id))) is not None:
                 inbox.put(from_notice(notice))
-        told = set()
         for delta in step.deltas:
-            if (inbox := self._inboxes.get(delta.request_id)) is not None:  # type: ignore[call-overload]
-                inbox.leave(delta_from_proto(delta))
-                told.add(inbox)
-        self._pacer.wake(told)
+            if (inbox := self._inboxes.get(RequestId(delta.request_id))) is not None:
+                inbox.put(delta_from_proto(delta))
 
     def listen(self, request_id: RequestId, inbox: Inbox) -> None:
         """From now on the request's news, PodLost included, comes to the inbox; at once where the pod is lost already."""

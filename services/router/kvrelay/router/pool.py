@@ -10,7 +10,6 @@ from kvrelay.common.discovery import PodRecord, RetryPolicy
 from kvrelay.common.errors import IncompatibleLayout, KvrelayError
 from kvrelay.common.ids import Epoch, PodId, RouterId
 from kvrelay.common.layout import KvLayout, check_compatible
-from kvrelay.router.inbox import Pacer
 from kvrelay.router.load import Load
 from kvrelay.router.pods import Pod
 from kvrelay.router.policy import PodsView
@@ -51,7 +50,6 @@ class Pods:
         self._access = access
         self._on_change = on_change
         self._tokenizer = tokenizer
-        self._pacer = Pacer()
         self._foreign: set[tuple[PodId, Epoch]] = set()
         """Pods of another model, which were told of in the log."""
         self._keepers: dict[tuple[PodId, Epoch], asyncio.Task[None]] = {}
@@ -103,7 +101,7 @@ class Pods:
         failures = 0
         former: KvrelayError | None = None
         while self._directory.pods().get(record.pod_id) == record:
-            pod = Pod(record, group, self._router_id, self._access, self._pacer)
+            pod = Pod(record, group, self._router_id, self._access)
             was_usable = False
 
             def refresh(pod: Pod = pod) -> None:
