@@ -8,6 +8,8 @@ the processor time of the router for each request or token hardly depends on tha
 
 import argparse
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +19,14 @@ from rich.console import Console
 
 from benchmarks.report import commit, machine, percentile, versions
 from benchmarks.router import load, report
-from benchmarks.router.report import Burst, Latency
+from benchmarks.router.floor import Floor
+from benchmarks.router.report import Burst, Latency, Surroundings
 from benchmarks.router.stack import Cores, Running, running
 from kvrelay.cli.model import DEFAULT_DIR
 
 PACKAGES = ("grpcio", "protobuf", "uvloop", "uvicorn", "httptools", "msgspec", "orjson", "tokenizers")
 NUM_PROMPTS = 64
+FLOOR = "floor"
 WARMUP_SECONDS = 2.0
 WIDTH = 120
 
@@ -43,7 +47,12 @@ CASES = [
     Case(name="requests, text", prompts="text", pods="split", connections=64, output_tokens=2),
     Case(name="requests, token ids", prompts="ids", pods="split", connections=64, output_tokens=2),
     Case(name="requests, text, one pod", prompts="text", pods="both", connections=64, output_tokens=2),
-    Case(name="streams", prompts="text", pods="split", connections=256, output_tokens=128, stream=True, step_ms=6),
+    Case(
+        name="streams of 128", prompts="text", pods="split", connections=64, output_tokens=128, stream=True, step_ms=1.5
+    ),
+    Case(
+        name="streams of 512", prompts="text", pods="split", connections=64, output_tokens=512, stream=True, step_ms=1.5
+    ),
 ]
 LATENCY_CASES = [
     Case(name="first token, text", prompts="text", pods="split", connections=1, output_tokens=2, stream=True),
@@ -56,7 +65,9 @@ LATENCY_CASES = [
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.router", description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, default=DEFAULT_DIR, help="its tokenizer alone is used [%(default)s]")
-    parser.add_argument("--only", default="", help="cases whose name has this [all]")
+    parser.add_argument(
+        "--only", default="", help="cases whose name has this; floor: what nothing of ours can save [all]"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="[%(default)s]")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each burst [%(default)s]")
     parser.add_argument("--prompt-tokens", type=int, default=200, help="[%(default)s]")
@@ -77,7 +88,8 @@ def measure(case: Case, args: argparse.Namespace, cores: Cores) -> list[Burst]:
 
 
 def _burst(stack: Running, case: Case, file: Path, seconds: float, cores: Cores) -> Burst:
-    load_average, used, tokens = os.getloadavg()[0], stack.used(), stack.generated_tokens()
+    surroundings = Surroundings.now(cores)
+    used, tokens = stack.used(), stack.generated_tokens()
     told = load.burst(stack.port, file, case.connections, seconds, cores.rest)
     used_after, tokens_after = stack.used(), stack.generated_tokens()
     return report.burst(
@@ -85,7 +97,7 @@ def _burst(stack: Running, case: Case, file: Path, seconds: float, cores: Cores)
         tokens=tokens_after - tokens,
         router_seconds=used_after.router - used.router,
         pods_seconds=used_after.pods - used.pods,
-        load_average=load_average,
+        surroundings=surroundings,
     )
 
 
@@ -93,16 +105,24 @@ def measure_latency(case: Case, args: argparse.Namespace, cores: Cores) -> list[
     with running(args.model, case.pods, case.step_ms, cores) as stack:
         bodies = _bodies(case, args)
         load.first_tokens(stack.port, bodies, args.rate, count=int(WARMUP_SECONDS * args.rate))
-        return [_latency(stack, bodies, args) for _ in range(args.rounds)]
+        return [_latency(stack, bodies, args, cores) for _ in range(args.rounds)]
 
 
-def _latency(stack: Running, bodies: Sequence[bytes], args: argparse.Namespace) -> Latency:
-    load_average = os.getloadavg()[0]
+def _latency(stack: Running, bodies: Sequence[bytes], args: argparse.Namespace, cores: Cores) -> Latency:
+    surroundings = Surroundings.now(cores)
     found = [1000 * each for each in load.first_tokens(stack.port, bodies, args.rate, int(args.seconds * args.rate))]
     p50, p99 = percentile(found, 0.5), percentile(found, 0.99)
     assert p50 is not None
     assert p99 is not None
-    return Latency(requests=len(found), p50_ms=p50, p99_ms=p99, load_average=load_average)
+    return Latency(requests=len(found), p50_ms=p50, p99_ms=p99, surroundings=surroundings)
+
+
+def measure_floor(args: argparse.Namespace, cores: Cores) -> list[Floor]:
+    with running(args.model, "split", 1.0, cores) as stack:
+        line = ["taskset", "-c", str(cores.router), sys.executable, "-m", "benchmarks.router.floor"]
+        line += ["--redis-url", stack.redis_url, "--model", str(args.model), "--prompt-tokens", str(args.prompt_tokens)]
+        told = [subprocess.run(line, check=True, capture_output=True, timeout=120).stdout for _ in range(args.rounds)]
+    return [msgspec.json.decode(each, type=Floor) for each in told]
 
 
 def _bodies(case: Case, args: argparse.Namespace) -> list[bytes]:
@@ -117,10 +137,13 @@ def main() -> None:
     os.sched_setaffinity(0, cores.rest)
     bursts = {case.name: measure(case, args, cores) for case in CASES if args.only in case.name}
     latencies = {case.name: measure_latency(case, args, cores) for case in LATENCY_CASES if args.only in case.name}
+    floor = measure_floor(args, cores) if args.only in FLOOR else []
     if bursts:
         console.print(report.burst_table(bursts))
     if latencies:
         console.print(report.latency_table(latencies, args.rate))
+    if floor:
+        console.print(report.floor_table(floor))
     if args.out:
         options = {"prompt_tokens": args.prompt_tokens, "seconds": args.seconds, "rate": args.rate, "cores": cores}
         result = {
@@ -129,6 +152,7 @@ def main() -> None:
             "options": options,
             "cases": {case.name: case for case in (*CASES, *LATENCY_CASES)},
             "full_load": {name: {"best": report.best(each), "rounds": each} for name, each in bursts.items()},
+            "floor": {"best": report.lowest(floor), "rounds": floor} if floor else {},
             "low_load": {name: {"best": report.quickest(each), "rounds": each} for name, each in latencies.items()},
         }
         args.out.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")

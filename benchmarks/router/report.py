@@ -1,12 +1,41 @@
 """From bursts to figures and tables."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from benchmarks.router.floor import Floor
 from benchmarks.router.load import Wrk
+from benchmarks.router.stack import Cores
+
+_REFERENCE = """
+import time
+begin = time.process_time()
+found = {}
+for number in range(100_000):
+    found[number % 1000] = (number, str(number))
+print(1000 * (time.process_time() - begin))
+"""
+
+
+class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
+    """Before a round: what else the machine had to do. A figure is only as good as these are low."""
+
+    load_average: float
+    """Over the last minute."""
+    reference_ms: float
+    """Processor time of a fixed piece of Python on the router's core: other work makes it longer, through caches and the host."""
+
+    @classmethod
+    def now(cls, cores: Cores) -> "Surroundings":
+        line = ["taskset", "-c", str(cores.router), sys.executable, "-c", _REFERENCE]
+        told = subprocess.run(line, check=True, capture_output=True, timeout=60).stdout
+        return cls(load_average=os.getloadavg()[0], reference_ms=float(told))
 
 
 class Burst(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,8 +51,7 @@ class Burst(msgspec.Struct, frozen=True, kw_only=True):
     pods_share: float
     requests: int
     tokens: int
-    load_average: float
-    """Before it, over a minute."""
+    surroundings: Surroundings
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,10 +60,10 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     p50_ms: float
     p99_ms: float
-    load_average: float
+    surroundings: Surroundings
 
 
-def burst(told: Wrk, *, tokens: int, router_seconds: float, pods_seconds: float, load_average: float) -> Burst:
+def burst(told: Wrk, *, tokens: int, router_seconds: float, pods_seconds: float, surroundings: Surroundings) -> Burst:
     """Raises RuntimeError where a request failed: a refusal is answered faster than a request."""
     if told.refused or told.broken or not told.requests:
         raise RuntimeError(f"{told.refused} of {told.requests} requests were refused, {told.broken} broke")
@@ -50,7 +78,7 @@ def burst(told: Wrk, *, tokens: int, router_seconds: float, pods_seconds: float,
         pods_share=pods_seconds / told.seconds,
         requests=told.requests,
         tokens=tokens,
-        load_average=load_average,
+        surroundings=surroundings,
     )
 
 
@@ -82,7 +110,14 @@ def burst_table(bursts: Mapping[str, Sequence[Burst]]) -> Table:
         rates = (f"{b.requests_per_second:.0f}", f"{b.tokens_per_second:.0f}", f"{b.p50_ms:.1f}", f"{b.p99_ms:.1f}")
         costs = (f"{b.router_us_per_request:.0f}", f"{b.router_us_per_token:.1f}")
         shares = (f"{b.router_share:.0%}", f"{b.pods_share:.0%}")
-        shown.add_row(name, *rates, *costs, *shares, " ".join(f"{each.requests_per_second:.0f}" for each in rounds))
+        shown.add_row(
+            name,
+            *rates,
+            *costs,
+            *shares,
+            " ".join(f"{each.requests_per_second:.0f}" for each in rounds),
+            f"{b.surroundings.reference_ms:.0f} ms",
+        )
     return shown
 
 
@@ -95,6 +130,20 @@ def latency_table(latencies: Mapping[str, Sequence[Latency]], rate: float) -> Ta
         shown.add_row(
             name, f"{best.p50_ms:.2f}", f"{best.p99_ms:.2f}", " ".join(f"{each.p50_ms:.2f}" for each in rounds)
         )
+    return shown
+
+
+def lowest(rounds: Sequence[Floor]) -> Floor:
+    return min(rounds, key=lambda each: each.reserve_us + each.prefill_us)
+
+
+def floor_table(rounds: Sequence[Floor]) -> Table:
+    shown = _table("µs of processor time on the router's core, best round: a request's parts without a router")
+    for heading in ("Reserve", "Prefill", "tokenization", "rounds' sums"):
+        shown.add_column(heading, no_wrap=True, justify="right")
+    best = lowest(rounds)
+    sums = (f"{each.reserve_us + each.prefill_us + each.tokenize_us:.0f}" for each in rounds)
+    shown.add_row(*(f"{each:.0f}" for each in (best.reserve_us, best.prefill_us, best.tokenize_us)), " ".join(sums))
     return shown
 
 

@@ -54,6 +54,7 @@ class Used:
 @dataclass(frozen=True)
 class Running:
     port: int
+    redis_url: str
     router: Process
     pods: Process
 
@@ -98,7 +99,7 @@ def running(model: Path, pods: str, step_ms: float, cores: Cores) -> Iterator[Ru
         line += ["--served-model-name", MODEL_NAME, "--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         router = start("router", [cores.router], line)
         _await_pods(http_port, (router, stubs), len(ROLES[pods]))
-        yield Running(http_port, router, stubs)
+        yield Running(http_port, redis_url, router, stubs)
 
 
 def _await_pods(port: int, processes: Sequence[Process], count: int) -> None:
