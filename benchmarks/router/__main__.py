@@ -47,12 +47,8 @@ CASES = [
     Case(name="requests, text", prompts="text", pods="split", connections=64, output_tokens=2),
     Case(name="requests, token ids", prompts="ids", pods="split", connections=64, output_tokens=2),
     Case(name="requests, text, one pod", prompts="text", pods="both", connections=64, output_tokens=2),
-    Case(
-        name="streams of 128", prompts="text", pods="split", connections=64, output_tokens=128, stream=True, step_ms=1.5
-    ),
-    Case(
-        name="streams of 512", prompts="text", pods="split", connections=64, output_tokens=512, stream=True, step_ms=1.5
-    ),
+    Case(name="streams of 128", prompts="text", pods="split", connections=64, output_tokens=128, stream=True),
+    Case(name="streams of 512", prompts="text", pods="split", connections=64, output_tokens=512, stream=True),
 ]
 LATENCY_CASES = [
     Case(name="first token, text", prompts="text", pods="split", connections=1, output_tokens=2, stream=True),

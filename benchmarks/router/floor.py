@@ -7,6 +7,7 @@ Against stub pods of the layout `split`. Prints one line of JSON.
 
 import argparse
 import asyncio
+import statistics
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -27,6 +28,7 @@ from kvrelay.common.wire import request_to_proto
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 WARMUP, CALLS, AT_ONCE = 200, 3000, 32
+RATE, PATIENT_CALLS = 50.0, 200
 TIMEOUT_SECONDS = 10.0
 
 
@@ -37,6 +39,8 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     prefill_us: float
     """A call with its three events."""
     tokenize_us: float
+    first_token_ms: float
+    """Not of the processor: from the first call to the first token, at `RATE` requests a second, the median."""
 
 
 class Caller:
@@ -61,6 +65,16 @@ class Caller:
         async for _ in self._prefill(message, timeout=TIMEOUT_SECONDS):
             pass
 
+    async def first_token(self) -> float:
+        """Seconds until it comes."""
+        begin = time.perf_counter()
+        await self.reserve()
+        seconds = 0.0
+        async for event in self._prefill(prefill_pb2.PrefillRequest(request=self._request), timeout=TIMEOUT_SECONDS):
+            if event.HasField("first_tokens"):
+                seconds = time.perf_counter() - begin
+        return seconds
+
 
 async def cost_us(call: Callable[[], Coroutine[None, None, object]]) -> float:
     async def several(count: int) -> None:
@@ -71,6 +85,15 @@ async def cost_us(call: Callable[[], Coroutine[None, None, object]]) -> float:
     begin = time.process_time()
     await asyncio.gather(*(several(CALLS) for _ in range(AT_ONCE)))
     return 1e6 * (time.process_time() - begin) / (CALLS // AT_ONCE * AT_ONCE)
+
+
+async def first_token_ms(caller: Caller) -> float:
+    found = []
+    begin = time.perf_counter()
+    for number in range(PATIENT_CALLS):
+        await asyncio.sleep(max(0.0, begin + number / RATE - time.perf_counter()))
+        found.append(1000 * await caller.first_token())
+    return statistics.median(found)
 
 
 def tokenize_us(model: Path, texts: Sequence[str]) -> float:
@@ -105,6 +128,7 @@ async def measure(redis_url: str, model: Path, num_tokens: int) -> Floor:
             reserve_us=await cost_us(caller.reserve),
             prefill_us=await cost_us(caller.prefill),
             tokenize_us=tokenize_us(model, texts),
+            first_token_ms=await first_token_ms(caller),
         )
 
 

@@ -40,7 +40,10 @@ def find_wrk() -> str:
 
 
 def prompts(model: Path, kind: str, num_tokens: int, count: int, seed: int = 1) -> list[str | list[int]]:
-    """`count` different ones of exactly `num_tokens` tokens, of whole words: as `text`, or as token `ids`."""
+    """`count` different ones of exactly `num_tokens` tokens, of whole words: as `text`, or as token `ids`.
+
+    Words are as frequent as in a language (Zipf): the n-th, in the order in which the tokenizer learnt them, with weight 1 / n.
+    """
     tokenizer = Tokenizer(model)
     words = sorted(
         token_id
@@ -48,9 +51,10 @@ def prompts(model: Path, kind: str, num_tokens: int, count: int, seed: int = 1) 
         if (text := tokenizer.token_text(token_id))[:1] == " " and text[1:].isascii() and text[1:].isalpha()
     )
     draw = random.Random(seed)
+    weights = [1 / (rank + 1) for rank in range(len(words))]
     found: list[str | list[int]] = []
     while len(found) < count:
-        ids = draw.choices(words, k=num_tokens)
+        ids = draw.choices(words, weights, k=num_tokens)
         text = tokenizer.decode(ids)
         # Read again, a text may be cut into other tokens than it was made of.
         if len(tokenizer.encode(text)) == num_tokens:

@@ -139,11 +139,12 @@ def lowest(rounds: Sequence[Floor]) -> Floor:
 
 def floor_table(rounds: Sequence[Floor]) -> Table:
     shown = _table("µs of processor time on the router's core, best round: a request's parts without a router")
-    for heading in ("Reserve", "Prefill", "tokenization", "rounds' sums"):
+    for heading in ("Reserve", "Prefill", "tokenization", "rounds' sums", "first token, ms"):
         shown.add_column(heading, no_wrap=True, justify="right")
     best = lowest(rounds)
     sums = (f"{each.reserve_us + each.prefill_us + each.tokenize_us:.0f}" for each in rounds)
-    shown.add_row(*(f"{each:.0f}" for each in (best.reserve_us, best.prefill_us, best.tokenize_us)), " ".join(sums))
+    costs = (f"{each:.0f}" for each in (best.reserve_us, best.prefill_us, best.tokenize_us))
+    shown.add_row(*costs, " ".join(sums), f"{min(each.first_token_ms for each in rounds):.2f}")
     return shown
 
 
