@@ -514,7 +514,7 @@ class Begun(_message.Message):
     call: _builtins.int
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """-1: not wanted, as it is here already or there is no room"""
+        """-1: not wanted, as it is here already; -2: there is no room"""
 
     def __init__(
         self,

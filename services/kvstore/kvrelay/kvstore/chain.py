@@ -124,7 +124,7 @@ class Chain:
     def begin(self, info: BlockInfo) -> Slot | None:
         """Room in memory for a block to be written; None where it is here already, or there is no room now. Nothing waits."""
         slot = self._allocate(info)
-        self.counters.refused += slot is None and not self._has(info.id)
+        self.counters.refused += slot is None and not self.has(info.id)
         return slot
 
     def commit(self, slot: Slot, checksum: int) -> None:
@@ -209,7 +209,7 @@ class Chain:
         """In memory, waited for: others' blocks may have to go down first. None where it takes too long, or another writes the block."""
         try:
             async with asyncio.timeout(ROOM_SECONDS):
-                while (slot := self._allocate(info)) is None and not self._has(info.id):
+                while (slot := self._allocate(info)) is None and not self.has(info.id):
                     self._roomier.clear()
                     await self._roomier.wait()
                 return slot
@@ -259,12 +259,13 @@ class Chain:
 
     # Make room.
 
-    def _has(self, block_id: BlockId) -> bool:
+    def has(self, block_id: BlockId) -> bool:
+        """It is in memory, or comes there."""
         return block_id in self.memory or self.memory.is_writing(block_id)
 
     def _allocate(self, info: BlockInfo) -> Slot | None:
         while (slot := self.memory.allocate(info)) is None:
-            if self._has(info.id) or not self._drop_one(info.id):
+            if self.has(info.id) or not self._drop_one(info.id):
                 return None
         self._look()
         return slot

@@ -32,6 +32,8 @@ MAX_SESSIONS = 256
 MAX_REPLIES = 1024
 """That wait to be sent before nothing more is taken in."""
 MAX_BLOCK_BYTES = 1 << 30
+HERE, NO_ROOM = -1, -2
+"""In place of an offset: the block is in the store already, or comes; there is no room for it."""
 PINNED_SHARE = 0.25
 """Of memory, that the loads of a session pin: they wait until it lets go."""
 WRITING_SHARE = 0.5
@@ -78,7 +80,7 @@ class Found:
 class Begun:
     call: int
     offsets: list[int]
-    """-1: not wanted."""
+    """Or `HERE`, or `NO_ROOM`."""
 
 
 @dataclass(slots=True)
@@ -302,13 +304,13 @@ class Session:
     def _begin(self, info: BlockInfo) -> int:
         found = self._chain.find(info.id)
         if found is not None and self.reads(found[0]):
-            return -1
+            return HERE
         limit = WRITING_SHARE * self._chain.memory.limit_bytes
         if self.leaving or (self._writing and self._writing_bytes + rounded(info.size) > limit):
-            return -1
+            return NO_ROOM
         slot = self._chain.begin(info)
         if slot is None:
-            return -1
+            return HERE if self._chain.has(info.id) else NO_ROOM
         self._writing[slot.offset] = slot
         self._writing_bytes += rounded(info.size)
         return slot.offset

@@ -6,15 +6,20 @@ until it is done. What the cache loses before its turn is lost; so is what the s
 
 import asyncio
 import dataclasses
+import logging
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 from kvrelay.common.ids import BlockId
+from kvrelay.common.tasks import outlast
 from kvrelay.engine.connector.base import Connector, Room, Writing
 from kvrelay.engine.connector.copies import Copier
 from kvrelay.engine.core import Engine
 from kvrelay.engine.sequence import Sequence
-from kvrelay.transfer.segments import heads
+from kvrelay.transfer.segments import head
+
+log = logging.getLogger(__name__)
 
 MAX_WAITING = 1 << 16
 """Blocks; beyond them those that wait longest are dropped."""
@@ -43,12 +48,16 @@ class StoreCounters:
 class Stores:
     """Everything runs on the event loop but for the copies."""
 
-    def __init__(self, engine: Engine, connector: Connector, copier: Copier, thread: Executor) -> None:
+    def __init__(
+        self, engine: Engine, connector: Connector, copier: Copier, thread: Executor, on_change: Callable[[], None]
+    ) -> None:
         self.counters = StoreCounters()
+        self._engine = engine
         self._manager = engine.manager
         self._connector = connector
         self._copier = copier
         self._thread = thread
+        self._on_change = on_change
         self._waiting: deque[_Waiting] = deque()
         self._news = asyncio.Event()
         # Blocks that are lent cannot be given to others: only ever a small part of them.
@@ -61,12 +70,11 @@ class Stores:
         return len(self._waiting)
 
     def _offer(self, seq: Sequence, first: int, end: int) -> None:
-        spans = self._manager.spans
-        in_heads = heads(seq.block_ids[: end * spans])
+        spans, chain = self._manager.spans, seq.block_ids
         for block in range(first, end):
-            part = slice(block * spans, (block + 1) * spans)
-            ids = tuple(seq.block_ids[part])
-            self._waiting.append(_Waiting(ids[-1], ids, tuple(in_heads[part])))
+            part = range(block * spans, (block + 1) * spans)
+            ids, heads = tuple(chain[i] for i in part), tuple(head(chain, i) for i in part)
+            self._waiting.append(_Waiting(ids[-1], ids, heads))
         while len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
             self.counters.dropped += 1
@@ -81,7 +89,10 @@ class Stores:
                 continue
             self._news.clear()
             while self._waiting and self._connector.ready:
-                await self._store_some()
+                try:
+                    await self._store_some()
+                except Exception:  # a fault of ours costs these blocks, and not all that come after them
+                    log.exception("blocks were not stored")
             if self._waiting:
                 self._news.set()
 
@@ -95,6 +106,8 @@ class Stores:
             await self._write(here, blocks)
         finally:
             self._manager.take_back(blocks)
+            if self._engine.has_work:  # for want of these blocks it may not have gone on
+                self._on_change()
 
     async def _write(self, entries: list[_Waiting], blocks: list[int]) -> None:
         ids = [block_id for entry in entries for block_id in entry.ids]
@@ -104,7 +117,7 @@ class Stores:
         writing = await self._connector.begin(ids, in_heads, self._copier.cache.span_bytes)
         self.counters.refused += writing.is_refused
         if writing.rooms:
-            await asyncio.shield(self._copy(writing, ids, blocks))
+            await self._copy(writing, ids, blocks)
 
     async def _copy(self, writing: Writing, ids: list[BlockId], blocks: list[int]) -> None:
         rooms = list(writing.rooms)
@@ -112,7 +125,7 @@ class Stores:
         slots = [self._slot(blocks, room) for room in rooms]
         loop = asyncio.get_running_loop()
         try:
-            checksums = await loop.run_in_executor(self._thread, self._copier.store, rooms, infos, slots)
+            checksums = await outlast(loop.run_in_executor(self._thread, self._copier.store, rooms, infos, slots))
         except BaseException:  # whatever it was, nobody else can give the rooms back
             writing.give_up(rooms)
             raise
