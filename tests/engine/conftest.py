@@ -6,6 +6,7 @@ that was shared, evicted, copied or written wrongly shows as a wrong hash.
 
 from collections import defaultdict
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -30,8 +31,13 @@ VOCAB = 97
 EOS = 96
 
 
-def prefixes(tokens: Seq[int]) -> list[int]:
+def prefixes(tokens: Seq[int]) -> Seq[int]:
     """The KV of each position."""
+    return _prefixes(tuple(tokens))
+
+
+@lru_cache(4096)
+def _prefixes(tokens: tuple[int, ...]) -> list[int]:
     return list(accumulate(tokens, lambda value, token: hash((value, token)), initial=0))[1:]
 
 
@@ -154,7 +160,7 @@ class Harness:
     def __init__(self, num_blocks: int = 64, max_model_len: int = 512, **options: Any) -> None:
         options = {"model": "none", "max_num_seqs": 4, "max_num_batched_tokens": 64} | options
         self.config = EngineConfig(**options)
-        self.runner = CheckingRunner(self.config.block_size, self.config.max_num_seqs)
+        self.runner = self.make_runner(num_blocks)
         self.port = Port()
         self.engine = Engine(
             self.config,
@@ -169,6 +175,9 @@ class Harness:
         self.finished: dict[tuple[RequestId, int], FinishReason] = {}
         self.deltas: list[ChoiceDelta] = []
         self.notices: list[tuple[RequestId, Any]] = []
+
+    def make_runner(self, num_blocks: int) -> CheckingRunner:
+        return CheckingRunner(self.config.block_size, self.config.max_num_seqs)
 
     def take(self, update: StepUpdate) -> StepUpdate:
         """Keeps each index once, as a router does; a repeated one must say the same."""
