@@ -32,7 +32,7 @@ class Pod:
 
     def __init__(self, model: Path, dtype: str, name: str, address: str) -> None:
         config = EngineConfig(model=model, dtype=dtype, max_model_len=8192, kv_cache_bytes=1 << 30)
-        self.engine = AsyncEngine(config, PodId(name), KvStoreOptions(address=address))
+        self.engine = AsyncEngine(config, PodId(name), KvStoreOptions(addresses=(address,)))
         self._number = 0
 
     async def ask(self, prompt: tuple[int, ...]) -> tuple[float, int, int]:

@@ -6,6 +6,7 @@ that was shared, evicted, copied or written wrongly shows as a wrong hash.
 
 from collections import defaultdict
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -31,8 +32,13 @@ VOCAB = 97
 EOS = 96
 
 
-def prefixes(tokens: Seq[int]) -> list[int]:
+def prefixes(tokens: Seq[int]) -> Seq[int]:
     """The KV of each position."""
+    return _prefixes(tuple(tokens))
+
+
+@lru_cache(4096)
+def _prefixes(tokens: tuple[int, ...]) -> list[int]:
     return list(accumulate(tokens, lambda value, token: hash((value, token)), initial=0))[1:]
 
 
@@ -157,7 +163,7 @@ class Harness:
     ) -> None:
         options = {"model": "none", "max_num_seqs": 4, "max_num_batched_tokens": 64} | options
         self.config = EngineConfig(**options)
-        self.runner = CheckingRunner(self.config.block_size, self.config.max_num_seqs)
+        self.runner = self.make_runner(num_blocks)
         self.port = Port()
         self.engine = Engine(
             self.config,
@@ -173,6 +179,9 @@ class Harness:
         self.finished: dict[tuple[RequestId, int], FinishReason] = {}
         self.deltas: list[ChoiceDelta] = []
         self.notices: list[tuple[RequestId, Any]] = []
+
+    def make_runner(self, num_blocks: int) -> CheckingRunner:
+        return CheckingRunner(self.config.block_size, self.config.max_num_seqs)
 
     def take(self, update: StepUpdate) -> StepUpdate:
         """Keeps each index once, as a router does; a repeated one must say the same."""

@@ -119,7 +119,11 @@ class KvCache:
     @property
     def span_bytes(self) -> int:
         """Of 16 tokens in all layers, as `read_span` gives them."""
-        return self._model.num_layers * SPAN * self.token_bytes
+        return self.span_bytes_of(self.dtype)
+
+    def span_bytes_of(self, dtype: KvDtype) -> int:
+        """In a cache of another dtype."""
+        return self._model.num_layers * SPAN * 2 * self._model.kv_size * dtype.itemsize
 
     def read_span(self, slot: int, out: NDArray[np.uint8]) -> None:
         """The 16 tokens from `slot` on, of one block, into `out` [layers, 2, 16, Hkv, D] as bytes. Uses no thread of torch's."""

@@ -86,9 +86,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvStoreOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the KV store of the node is reached."""
+    """How the KV stores of the node are reached."""
 
-    address: str
+    addresses: tuple[str, ...]
+    """Each as HOST:PORT, the first to be asked first; at least one."""
     token: str = ""
     """What its callers must show; empty: nothing."""
     tls_ca: str = ""

@@ -6,7 +6,7 @@
 Between `schedule` and `update` any other call may come. What the step in flight works on keeps its blocks until `update`.
 """
 
-from collections.abc import Iterable, KeysView
+from collections.abc import Callable, Iterable, KeysView
 from typing import Protocol
 
 from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, TransferFailed
@@ -183,9 +183,12 @@ class Engine:
 
     # Loads.
 
-    def load_begins(self, seq: Sequence) -> None:
-        """From here on, until `load_ends`, a load may write into blocks of the sequence, whatever becomes of it."""
-        self._ledger.loads.add(seq)
+    def load_begins(self, seq: Sequence, end_load: Callable[[], object]) -> None:
+        """From here on, until `load_ends`, a load may write into blocks of the sequence, whatever becomes of it.
+
+        `end_load` is called when the sequence is over: the load is to end soon.
+        """
+        self._ledger.loads[seq] = end_load
 
     def load_ends(self, seq: Sequence) -> None:
         self._ledger.load_done(seq)

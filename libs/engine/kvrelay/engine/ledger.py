@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 from kvrelay.common.errors import InvalidRequest, KvrelayError, NoCapacity, StaleEpoch
@@ -65,8 +66,8 @@ class Ledger:
         self.doomed: list[Sequence] = []
         self.flight: set[Sequence] = set()
         """The sequences of the step in flight."""
-        self.loads: set[Sequence] = set()
-        """Those whose blocks a load may write, until `load_done`."""
+        self.loads: dict[Sequence, Callable[[], object]] = {}
+        """Those whose blocks a load may write, until `load_done`, and what makes it end soon."""
         self.unloading: list[Sequence] = []
         self.port = port
         self._manager = manager
@@ -197,7 +198,7 @@ class Ledger:
 
     def load_done(self, seq: Sequence) -> None:
         """Nothing is written into the sequence's blocks any more. If it is alive, it waits for its turn."""
-        self.loads.discard(seq)
+        self.loads.pop(seq, None)
         if seq in self.unloading:
             self.unloading.remove(seq)
             self._manager.free(seq)
@@ -220,8 +221,9 @@ class Ledger:
         seq.state = State.FINISHED
         if seq in self.flight:
             self.doomed.append(seq)
-        elif seq in self.loads:
+        elif (end_load := self.loads.get(seq)) is not None:
             self.unloading.append(seq)
+            end_load()
         else:
             self._manager.free(seq)
 

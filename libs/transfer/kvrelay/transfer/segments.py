@@ -9,6 +9,11 @@ SEGMENT_BLOCKS = 64
 Cluster; each block by itself would ask all servers for every prompt."""
 
 
+def head(ids: Sequence[BlockId], index: int) -> BlockId:
+    """The head of the segment of one block of a chain, which begins with its first block."""
+    return ids[index - index % SEGMENT_BLOCKS]
+
+
 def heads(ids: Sequence[BlockId]) -> list[BlockId]:
-    """The head of the segment of each block of a chain, which begins with its first block."""
-    return [ids[index - index % SEGMENT_BLOCKS] for index in range(len(ids))]
+    """Of each block of a chain."""
+    return [head(ids, index) for index in range(len(ids))]

@@ -26,6 +26,8 @@ class Run:
     num_bytes: int
     seconds: float
     """That bringing them here is expected to take, without the pod's own copy."""
+    source: int = 0
+    """Which connector of a chain has them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,8 +84,10 @@ class Writing(Protocol):
 
 
 class Connector(Protocol):
-    num_timeouts: int
-    """Answers that did not come in time."""
+    @property
+    def num_timeouts(self) -> int:
+        """Answers that did not come in time."""
+        ...
 
     @property
     def ready(self) -> bool:
@@ -96,8 +100,8 @@ class Connector(Protocol):
         """What can be had of a chain, given from its beginning, from span `first` on."""
         ...
 
-    def load(self, ids: Sequence[BlockId], first: int) -> Load:
-        """All of `ids` from `first` on, up to the first that cannot be had."""
+    def load(self, ids: Sequence[BlockId], first: int, found: Sequence[Run]) -> Load:
+        """All of `ids` from `first` on, up to the first that cannot be had. `found`: what `find` has given, not empty."""
         ...
 
     async def begin(self, ids: Sequence[BlockId], heads: Sequence[BlockId], size: int) -> Writing:
@@ -148,7 +152,7 @@ class NoConnector:
     async def find(self, ids: Sequence[BlockId], first: int) -> Sequence[Run]:
         return ()
 
-    def load(self, ids: Sequence[BlockId], first: int) -> Load:
+    def load(self, ids: Sequence[BlockId], first: int, found: Sequence[Run]) -> Load:
         return NoLoad()
 
     async def begin(self, ids: Sequence[BlockId], heads: Sequence[BlockId], size: int) -> Writing:

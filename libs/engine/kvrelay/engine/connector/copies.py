@@ -31,6 +31,8 @@ class Copier:
         started = time.monotonic()
         whole = 0
         for span, slot in zip(spans, slots, strict=True):
+            if span.info.size != self.cache.span_bytes_of(span.info.dtype):
+                break
             self.cache.write_span(slot, span.data, span.info.dtype)
             if checksum(span.info, span.data.data) != span.info.checksum:
                 break

@@ -1,6 +1,7 @@
 """The connector to the kvstore of the pod's own node: a stream to it, held as long as both live, and its memory, mapped."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -29,7 +30,10 @@ ANSWER_SECONDS = 2.0
 """Of anything else: between two pieces of a load, for instance."""
 ATTACH_SECONDS = 5.0
 RETRY = RetryPolicy()
+MAX_IDS = 65_536
+"""Of a chain: more than these the store does not take in one message."""
 Outgoing = asyncio.Queue[pb.AttachRequest]
+Stream = grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]
 COOL_SECONDS = 5.0
 """For which a store that did not answer in time is not asked."""
 
@@ -90,27 +94,27 @@ class KvStoreConnector:
 
     async def find(self, ids: Sequence[BlockId], first: int) -> Sequence[Run]:
         session = self._usable()
-        if session is None or first >= len(ids):
+        if session is None or first >= min(len(ids), MAX_IDS):
             return ()
         try:
             async with asyncio.timeout(FIND_SECONDS):
-                return await session.find(ids, first)
+                return await session.find(ids[:MAX_IDS], first)
         except TimeoutError:
             self.slow("find")
             return ()
 
-    def load(self, ids: Sequence[BlockId], first: int) -> Load:
+    def load(self, ids: Sequence[BlockId], first: int, found: Sequence[Run]) -> Load:
         session = self._usable()
-        return NoLoad() if session is None else _Load(self, session, ids, first)
+        return NoLoad() if session is None else _Load(self, session, ids[:MAX_IDS], first)
 
     async def begin(self, ids: Sequence[BlockId], heads: Sequence[BlockId], size: int) -> Writing:
         session = self._usable()
-        if session is None:
+        if session is None or size > session.arena_bytes:
             return NoWriting()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                offsets = await session.begin(ids, heads, size)
-            return _Writing(session, session.rooms(offsets, size), any(offset < -1 for offset in offsets))
+                rooms, is_refused = await session.begin(ids, heads, size)
+            return _Writing(session, rooms, is_refused)
         except TimeoutError:
             self.slow("make room")
         except TransferFailed as error:
@@ -165,25 +169,32 @@ class KvStoreConnector:
             )
             outgoing = Outgoing(MAX_OUTGOING)
             outgoing.put_nowait(pb.AttachRequest(hello=hello))
-            call = kvstore_pb2_grpc.KvStoreStub(channel).Attach(_messages(outgoing), metadata=metadata)
-            answers = aiter(call)
+            # Its type knows only of calls that are given an iterator.
+            call: Stream = kvstore_pb2_grpc.KvStoreStub(channel).Attach(metadata=metadata)  # type: ignore[call-arg]
+            writer = asyncio.create_task(_write(call, outgoing), name="kvstore-write")
             try:
-                async with asyncio.timeout(ATTACH_SECONDS):
-                    told = attached(await anext(answers))
-            except (TimeoutError, StopAsyncIteration) as error:
-                raise Unavailable("the store does not answer") from error
-            arena = await asyncio.to_thread(map_arena, told.arena_path, told.arena_bytes)
-            session = Session(outgoing, arena, access.fingerprint, access.shape, access.readable)
-            self._session = session
-            log.info("attached to the kvstore at %s, %d MiB", access.address, told.arena_bytes >> 20)
-            try:
-                await _listen(session, answers)
+                await self._converse(aiter(call), outgoing)
             finally:
-                self._session = None
-                session.lose()
-                # Copies end by themselves. Until then the store must not take its memory back.
-                await asyncio.shield(session.idle())
+                await end_task(writer)
                 call.cancel()
+
+    async def _converse(self, answers: AsyncIterator[pb.AttachResponse], outgoing: Outgoing) -> None:
+        """Raises as `_attach` does."""
+        try:
+            async with asyncio.timeout(ATTACH_SECONDS):
+                told = attached(await anext(answers))
+        except (TimeoutError, StopAsyncIteration) as error:
+            raise Unavailable("the store does not answer") from error
+        access, arena = self._access, await asyncio.to_thread(map_arena, told.arena_path, told.arena_bytes)
+        session = self._session = Session(outgoing, arena, access.fingerprint, access.shape, access.readable)
+        log.info("attached to the kvstore at %s, %d MiB", access.address, told.arena_bytes >> 20)
+        try:
+            await _listen(session, answers)
+        finally:
+            self._session = None
+            session.lose()
+            # Copies end by themselves. Until then the store must not take its memory back.
+            await session.idle()
 
 
 async def _listen(session: Session, answers: AsyncIterator[pb.AttachResponse]) -> None:
@@ -205,9 +216,11 @@ async def _read(session: Session, answers: AsyncIterator[pb.AttachResponse]) -> 
         session.receive(message)
 
 
-async def _messages(outgoing: Outgoing) -> AsyncIterator[pb.AttachRequest]:
-    while True:
-        yield await outgoing.get()
+async def _write(call: Stream, outgoing: Outgoing) -> None:
+    """Until the stream has ended; how it did, its reader is told. (An iterator that gRPC drops while it waits makes a noise.)"""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while True:
+            await call.write(await outgoing.get())
 
 
 class _Load:

@@ -9,6 +9,7 @@ as soon as it is here and checked. Where a store ends early, what it did not bri
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from concurrent.futures import Executor
 from kvrelay.common.blocks import SPAN
 from kvrelay.common.errors import NoCapacity
 from kvrelay.common.ids import BlockId
-from kvrelay.common.tasks import end_task
+from kvrelay.common.tasks import end_task, outlast
 from kvrelay.engine.connector.base import Connector, Load, Run, Stored
 from kvrelay.engine.connector.copies import Copier
 from kvrelay.engine.core import Engine
@@ -91,10 +92,10 @@ class Loads:
         seq.looked_up = True
         if hits:
             self._manager.pin(seq, hits)
-        self._engine.load_begins(seq)
-        task = asyncio.create_task(self._run(seq, limit), name="load")
+        task = asyncio.create_task(self._bring(seq, limit), name="load")
+        self._engine.load_begins(seq, task.cancel)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(functools.partial(self._ended, seq))
         return True
 
     def _limit(self, seq: Sequence) -> int:
@@ -103,12 +104,12 @@ class Loads:
             return 0
         return (len(seq.tokens) - 1) // self._manager.block_size * self._manager.block_size
 
-    async def _run(self, seq: Sequence, limit: int) -> None:
-        try:
-            await self._bring(seq, limit)
-        finally:
-            self._engine.load_ends(seq)
-            self._on_change()
+    def _ended(self, seq: Sequence, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a load failed", exc_info=error)  # a fault of ours: the rest is computed
+        self._engine.load_ends(seq)
+        self._on_change()
 
     async def _bring(self, seq: Sequence, limit: int) -> None:
         manager = self._manager
@@ -149,7 +150,7 @@ class Loads:
         if not num_blocks or not self._make_room(seq, num_blocks):
             self.counters.declined += 1
             return
-        load = self._connector.load(ids[: first + num_blocks * self._manager.spans], first)
+        load = self._connector.load(ids[: first + num_blocks * self._manager.spans], first, runs)
         try:
             await self._take_in(seq, load)
         finally:
@@ -192,7 +193,9 @@ class Loads:
                 if not self._wanted(seq):
                     return
                 slots = [self._slot(seq, spans_here + i) for i in range(len(spans))]
-                whole = await loop.run_in_executor(self._thread, self._copier.load, spans, slots)
+                whole = await outlast(loop.run_in_executor(self._thread, self._copier.load, spans, slots))
+                if whole < len(spans):
+                    self._report(load, spans[whole])
             finally:
                 load.release(spans)
             spans_here += whole
@@ -200,7 +203,6 @@ class Loads:
             if self._wanted(seq):
                 self._manager.adopt(seq, spans_here // self._manager.spans * self._manager.block_size)
             if whole < len(spans):
-                self._report(load, spans[whole])
                 return
 
     def _slot(self, seq: Sequence, span: int) -> int:

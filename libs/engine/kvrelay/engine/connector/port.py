@@ -11,6 +11,7 @@ from kvrelay.engine.build import Built
 from kvrelay.engine.cache import KvCache
 from kvrelay.engine.config import KvStoreOptions
 from kvrelay.engine.connector.base import Connector
+from kvrelay.engine.connector.chained import ConnectorChain
 from kvrelay.engine.connector.copies import Copier
 from kvrelay.engine.connector.kvstore import KvStoreAccess, KvStoreConnector
 from kvrelay.engine.connector.loads import Loads
@@ -39,9 +40,14 @@ def make_connector(options: KvStoreOptions | None, pod_id: PodId, identity: Bloc
     """None: there is no store."""
     if options is None:
         return None
+    connectors = [KvStoreConnector(_access(options, address, pod_id, identity)) for address in options.addresses]
+    return connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
+
+
+def _access(options: KvStoreOptions, address: str, pod_id: PodId, identity: BlockInfo) -> KvStoreAccess:
     ca, cert, key = (Path(p) if p else None for p in (options.tls_ca, options.tls_cert, options.tls_key))
-    access = KvStoreAccess(
-        address=options.address,
+    return KvStoreAccess(
+        address=address,
         token=options.token,
         tls_ca=ca,
         tls_cert=cert,
@@ -52,7 +58,6 @@ def make_connector(options: KvStoreOptions | None, pod_id: PodId, identity: Bloc
         dtype=identity.dtype,
         readable=(identity.dtype,),
     )
-    return KvStoreConnector(access)
 
 
 class KvStorePort:
@@ -75,7 +80,7 @@ class KvStorePort:
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("load", "store")]
         copier = Copier(cache, identity)
         self._loads = Loads(engine, connector, copier, self._threads[0], on_change, always=load_always)
-        self._stores = Stores(engine, connector, copier, self._threads[1])
+        self._stores = Stores(engine, connector, copier, self._threads[1], on_change)
         self._on_change = on_change
         self._tasks: list[asyncio.Task[None]] = []
 

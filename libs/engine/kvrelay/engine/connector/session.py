@@ -18,11 +18,13 @@ from kvrelay.common.ids import BlockId, Fingerprint
 from kvrelay.common.layout import KvDtype
 from kvrelay.engine.connector.base import Memory, Room, Run, Stored
 from kvrelay.transfer.block import BlockInfo
-from kvrelay.transfer.segments import heads
+from kvrelay.transfer.segments import head
 from kvrelay.v1 import kvstore_pb2 as pb
 
 MAX_OUTGOING = 4096
 """Messages that wait to be written; beyond them the store does not read."""
+NO_ROOM = -2
+"""In place of an offset; another negative number: the store has the block."""
 TIERS = {pb.TIER_CPU: "cpu", pb.TIER_FILE: "file", pb.TIER_S3: "s3", pb.TIER_PEER: "peer"}
 
 
@@ -41,7 +43,7 @@ def map_arena(path: str, size: int) -> Memory:
 
 
 class Session:
-    """Calls are for the event loop. After `lose` all that was asked is answered with nothing."""
+    """Calls are for the event loop. After `lose` all that was asked is answered with nothing, and nothing more is taken."""
 
     def __init__(
         self,
@@ -68,6 +70,10 @@ class Session:
         self._idle.set()
 
     @property
+    def arena_bytes(self) -> int:
+        return len(self._arena)
+
+    @property
     def lost(self) -> bool:
         return self.gone.is_set()
 
@@ -80,14 +86,22 @@ class Session:
         self.send(pb.AttachRequest(find=pb.FindBlocks(call=call, first=first, ids=b"".join(ids))))
         return future
 
-    def begin(self, ids: Sequence[BlockId], in_heads: Sequence[BlockId], size: int) -> "asyncio.Future[Sequence[int]]":
-        """The offset of each, or a negative number. What is granted is the caller's if it is there to take it."""
-        call, future = next(self._numbers), asyncio.get_running_loop().create_future()
+    async def begin(self, ids: Sequence[BlockId], in_heads: Sequence[BlockId], size: int) -> tuple[list[Room], bool]:
+        """A room for each that the store takes, and whether for some it had none. Raises TransferFailed for what cannot be true."""
+        call = next(self._numbers)
+        future: asyncio.Future[Sequence[int]] = asyncio.get_running_loop().create_future()
         self._begins[call] = future
-        future.add_done_callback(lambda _: self._begins.pop(call, None))
         message = pb.BeginBlocks(call=call, ids=b"".join(ids), heads=b"".join(in_heads), size=size)
         self.send(pb.AttachRequest(begin=message))
-        return future
+        try:
+            offsets = await future
+        except asyncio.CancelledError:
+            if not future.cancelled():  # the answer came in the same moment
+                self._give_up(future.result())
+            raise
+        finally:
+            del self._begins[call]
+        return self._rooms(offsets, len(ids), size), NO_ROOM in offsets
 
     def load(self, ids: Sequence[BlockId], first: int) -> tuple[int, "asyncio.Queue[pb.Loaded]"]:
         """The call's number, and what comes of it; an answer with `end` is the last."""
@@ -106,13 +120,14 @@ class Session:
     # Parts of the arena.
 
     def stored(self, ids: Sequence[BlockId], first: int, blocks: Sequence[pb.LoadedBlock]) -> list[Stored]:
-        """The blocks of a load that lie at `ids[first]` and after it. Raises TransferFailed for what cannot be true."""
-        in_heads = heads(ids)
+        """The blocks of a load that lie at `ids[first]` and after it. Raises TransferFailed, ValueError for what cannot be true."""
+        if self.lost:
+            return []
         found = []
         for at, block in enumerate(blocks, first):
             info = BlockInfo(
                 id=ids[at],
-                head=in_heads[at],
+                head=head(ids, at),
                 fingerprint=self._fingerprint,
                 shape=self._shape,
                 dtype=KvDtype(block.dtype),
@@ -125,8 +140,11 @@ class Session:
         self._took(len(found))
         return found
 
-    def rooms(self, offsets: Sequence[int], size: int) -> list[Room]:
-        """Raises TransferFailed."""
+    def _rooms(self, offsets: Sequence[int], count: int, size: int) -> list[Room]:
+        if self.lost:
+            return []
+        if len(offsets) > count:
+            raise TransferFailed(f"room for {len(offsets)} blocks, where {count} were asked for")
         rooms = [Room(i, self._part(offset, size), offset) for i, offset in enumerate(offsets) if offset >= 0]
         self._took(len(rooms))
         return rooms
@@ -159,6 +177,11 @@ class Session:
         else:
             self._idle.set()
 
+    def _give_up(self, offsets: Sequence[int]) -> None:
+        message = pb.CommitBlocks(given_up=[offset for offset in offsets if offset >= 0])
+        if message.given_up:
+            self.send(pb.AttachRequest(commit=message))
+
     def _give_back(self, offsets: Iterable[int]) -> None:
         message = pb.ReleaseBlocks(offsets=offsets)
         if message.offsets:
@@ -187,8 +210,7 @@ class Session:
                 if begun is not None and not begun.done():
                     begun.set_result(offsets)
                 else:
-                    given_up = [offset for offset in offsets if offset >= 0]
-                    self.send(pb.AttachRequest(commit=pb.CommitBlocks(given_up=given_up)))
+                    self._give_up(offsets)
             case "loaded":
                 answers = self._loads.get(message.loaded.call)
                 if answers is not None:

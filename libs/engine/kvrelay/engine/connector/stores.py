@@ -10,16 +10,21 @@ room before, takes them now. So a request that was preempted finds what it had c
 import asyncio
 import dataclasses
 import itertools
+import logging
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 from kvrelay.common.blocks import NO_PARENT
 from kvrelay.common.ids import BlockId
+from kvrelay.common.tasks import outlast
 from kvrelay.engine.connector.base import Connector, Room, Writing
 from kvrelay.engine.connector.copies import Copier
 from kvrelay.engine.core import Engine
 from kvrelay.engine.sequence import Sequence
-from kvrelay.transfer.segments import heads
+from kvrelay.transfer.segments import head
+
+log = logging.getLogger(__name__)
 
 MAX_WAITING = 1 << 16
 """Blocks; beyond them those that wait longest are dropped."""
@@ -48,12 +53,16 @@ class StoreCounters:
 class Stores:
     """Everything runs on the event loop but for the copies."""
 
-    def __init__(self, engine: Engine, connector: Connector, copier: Copier, thread: Executor) -> None:
+    def __init__(
+        self, engine: Engine, connector: Connector, copier: Copier, thread: Executor, on_change: Callable[[], None]
+    ) -> None:
         self.counters = StoreCounters()
+        self._engine = engine
         self._manager = engine.manager
         self._connector = connector
         self._copier = copier
         self._thread = thread
+        self._on_change = on_change
         self._waiting: deque[_Waiting] = deque()
         self._known: dict[BlockId, _Waiting] = {}
         """Of what the cache has, by its keys, and of some that it had."""
@@ -72,12 +81,11 @@ class Stores:
         return len(self._waiting) + self._num_lent
 
     def _offer(self, seq: Sequence, first: int, end: int, new: bool) -> None:
-        spans = self._manager.spans
-        in_heads = heads(seq.block_ids[: end * spans])
+        spans, chain = self._manager.spans, seq.block_ids
         for block in range(first, end):
-            part = slice(block * spans, (block + 1) * spans)
-            ids = tuple(seq.block_ids[part])
-            entry = self._known[ids[-1]] = _Waiting(ids[-1], ids, tuple(in_heads[part]))
+            part = range(block * spans, (block + 1) * spans)
+            ids, heads = tuple(chain[i] for i in part), tuple(head(chain, i) for i in part)
+            entry = self._known[ids[-1]] = _Waiting(ids[-1], ids, heads)
             if new:
                 self._waiting.append(entry)
         self._offer_leaving()
@@ -110,7 +118,10 @@ class Stores:
                 continue
             self._news.clear()
             while self._waiting and self._connector.ready:
-                await self._store_some()
+                try:
+                    await self._store_some()
+                except Exception:  # a fault of ours costs these blocks, and not all that come after them
+                    log.exception("blocks were not stored")
             if self._waiting:
                 self._news.set()
 
@@ -126,6 +137,8 @@ class Stores:
         finally:
             self._num_lent = 0
             self._manager.take_back(blocks)
+            if self._engine.has_work:  # for want of these blocks it may not have gone on
+                self._on_change()
 
     async def _write(self, entries: list[_Waiting], blocks: list[int]) -> None:
         ids = [block_id for entry in entries for block_id in entry.ids]
@@ -135,7 +148,7 @@ class Stores:
         writing = await self._connector.begin(ids, in_heads, self._copier.cache.span_bytes)
         self.counters.refused += writing.is_refused
         if writing.rooms:
-            await asyncio.shield(self._copy(writing, ids, blocks))
+            await self._copy(writing, ids, blocks)
 
     async def _copy(self, writing: Writing, ids: list[BlockId], blocks: list[int]) -> None:
         rooms = list(writing.rooms)
@@ -143,7 +156,7 @@ class Stores:
         slots = [self._slot(blocks, room) for room in rooms]
         loop = asyncio.get_running_loop()
         try:
-            checksums = await loop.run_in_executor(self._thread, self._copier.store, rooms, infos, slots)
+            checksums = await outlast(loop.run_in_executor(self._thread, self._copier.store, rooms, infos, slots))
         except BaseException:  # whatever it was, nobody else can give the rooms back
             writing.give_up(rooms)
             raise

@@ -76,12 +76,13 @@ class PodSettings(ServiceSettings):
     """What the budget keeps a step under."""
     prefix_caching: bool = True
     """Keep computed blocks for prompts that begin alike."""
-    kvstore: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
-    """HOST:PORT of the node's KV store; it must be on the same host and share its memory folder. Not set: none."""
+    kvstore: str = Field(default="", pattern=r"^$|^[^,\s]+:[0-9]+(,[^,\s]+:[0-9]+)*$")
+    """HOST:PORT of the node's KV store; it must be on the same host and share its memory folder. Several, with commas: the first that has
+    something of a prompt brings it, all are given what is computed. Not set: none."""
     kvstore_load: Literal["auto", "always"] = "auto"
     """What is taken out of the store: what takes less time than to compute it, as measured, or always all that is there."""
     kvstore_tls_ca: Path | None = None
-    """PEM file: the authority of the store's certificate; with it the store is called with TLS and this pod's certificate."""
+    """PEM file: the authority of the stores' certificates; with it they are called with TLS and this pod's certificate."""
     threads: int = Field(default=0, ge=0)
     """Of torch on the CPU; 0: all cores."""
     attention: str = "auto"
@@ -152,10 +153,11 @@ class PodSettings(ServiceSettings):
         """Pods and stores have one token. None: there is no store."""
         if not self.kvstore:
             return None
+        addresses = tuple(self.kvstore.split(","))
         if self.kvstore_tls_ca is None:
-            return KvStoreOptions(address=self.kvstore, token=self.token, load=self.kvstore_load)
+            return KvStoreOptions(addresses=addresses, token=self.token, load=self.kvstore_load)
         return KvStoreOptions(
-            address=self.kvstore,
+            addresses=addresses,
             token=self.token,
             tls_ca=str(self.kvstore_tls_ca),
             tls_cert=str(self.tls_cert or ""),
