@@ -52,6 +52,7 @@ CASES = [
 ]
 LATENCY_CASES = [
     Case(name="first token, text", prompts="text", pods="split", connections=1, output_tokens=2, stream=True),
+    Case(name="first token, token ids", prompts="ids", pods="split", connections=1, output_tokens=2, stream=True),
     Case(
         name="first token, one pod", prompts="text", pods="both", connections=1, output_tokens=2, stream=True, step_ms=0
     ),
@@ -137,7 +138,7 @@ def main() -> None:
     if bursts:
         console.print(report.burst_table(bursts))
     if latencies:
-        console.print(report.latency_table(latencies, args.rate))
+        console.print(report.latency_table(latencies, floor, args.rate))
     if floor:
         console.print(report.floor_table(floor))
     if args.out:
