@@ -116,7 +116,7 @@ def burst_table(bursts: Mapping[str, Sequence[Burst]]) -> Table:
             *costs,
             *shares,
             " ".join(f"{each.requests_per_second:.0f}" for each in rounds),
-            f"{b.surroundings.reference_ms:.0f} ms",
+            f"{b.surroundings.reference_ms:.0f}",
         )
     return shown
 
