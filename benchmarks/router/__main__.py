@@ -28,7 +28,7 @@ PACKAGES = ("grpcio", "protobuf", "uvloop", "uvicorn", "httptools", "msgspec", "
 NUM_PROMPTS = 64
 FLOOR = "floor"
 WARMUP_SECONDS = 2.0
-WIDTH = 120
+WIDTH = 140
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,9 +52,7 @@ CASES = [
 ]
 LATENCY_CASES = [
     Case(name="first token, text", prompts="text", pods="split", connections=1, output_tokens=2, stream=True),
-    Case(
-        name="first token, one pod", prompts="text", pods="both", connections=1, output_tokens=2, stream=True, step_ms=0
-    ),
+    Case(name="first token, token ids", prompts="ids", pods="split", connections=1, output_tokens=2, stream=True),
 ]
 
 
@@ -137,7 +135,7 @@ def main() -> None:
     if bursts:
         console.print(report.burst_table(bursts))
     if latencies:
-        console.print(report.latency_table(latencies, args.rate))
+        console.print(report.latency_table(latencies, floor, args.rate))
     if floor:
         console.print(report.floor_table(floor))
     if args.out:

@@ -116,20 +116,22 @@ def burst_table(bursts: Mapping[str, Sequence[Burst]]) -> Table:
             *costs,
             *shares,
             " ".join(f"{each.requests_per_second:.0f}" for each in rounds),
-            f"{b.surroundings.reference_ms:.0f} ms",
+            f"{b.surroundings.reference_ms:.0f}",
         )
     return shown
 
 
-def latency_table(latencies: Mapping[str, Sequence[Latency]], rate: float) -> Table:
+def latency_table(latencies: Mapping[str, Sequence[Latency]], floor: Sequence[Floor], rate: float) -> Table:
+    """Added: over what the same calls take without a router, best round against best round."""
+    calls_ms = min((each.first_token_ms for each in floor), default=None)
     shown = _table(f"{rate:.0f} requests a second, best round: to the first token, client and pods included")
-    for heading in ("case", "p50 ms", "p99 ms", "rounds' p50"):
+    for heading in ("case", "p50 ms", "p99 ms", "added p50 ms", "rounds' p50"):
         shown.add_column(heading, no_wrap=True, justify="left" if heading == "case" else "right")
     for name, rounds in latencies.items():
         best = quickest(rounds)
-        shown.add_row(
-            name, f"{best.p50_ms:.2f}", f"{best.p99_ms:.2f}", " ".join(f"{each.p50_ms:.2f}" for each in rounds)
-        )
+        added = "–" if calls_ms is None else f"{best.p50_ms - calls_ms:.2f}"
+        each_p50 = " ".join(f"{each.p50_ms:.2f}" for each in rounds)
+        shown.add_row(name, f"{best.p50_ms:.2f}", f"{best.p99_ms:.2f}", added, each_p50)
     return shown
 
 
