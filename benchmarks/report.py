@@ -95,7 +95,7 @@ def machine() -> dict[str, object]:
         "instructions": _instructions(Path("/proc/cpuinfo").read_text()),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        **versions(PACKAGES),
     }
 
 
@@ -107,6 +107,10 @@ def _instructions(cpuinfo: str) -> str:
     """The widest set for matrices: what a figure depends on more than on the name."""
     known = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
     return next((name for name in known if f" {name} " in cpuinfo.replace("\n", " ")), "")
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    return {name: _version(name) for name in packages}
 
 
 def _version(name: str) -> str:

@@ -1,6 +1,6 @@
 """The KV store against what it stands on, measured in one run: each tier's medium alone, Redis, and computing the prompt.
 
-python -m benchmarks.kv [--only cpu,files,s3,lookup,ttft] [--out results.json]
+python -m benchmarks.kv [--only cpu,files,s3,peer,lookup,ttft] [--out results.json]
 """
 
 import argparse
@@ -12,14 +12,14 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kv import cpu, lookup, media, ttft
+from benchmarks.kv import cpu, lookup, media, peer, ttft
 from benchmarks.kv.lookup import LookUps
 from benchmarks.kv.measure import Medium
 from benchmarks.kv.ttft import FirstToken
 from benchmarks.report import commit, machine
 from kvrelay.cli.model import DEFAULT_DIR
 
-PARTS = ("cpu", "files", "s3", "lookup", "ttft")
+PARTS = ("cpu", "files", "s3", "peer", "lookup", "ttft")
 BLOCK_BYTES = 368_640
 """A block of the bundled model in bfloat16."""
 
@@ -35,8 +35,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas [%(default)s]")
     parser.add_argument("--model", type=Path, default=DEFAULT_DIR, help="directory [%(default)s]")
     parser.add_argument("--dtype", default="float32", help="of the model [%(default)s]")
-    parser.add_argument("--blocks", type=int, default=256, help="of a run, in cpu, files and s3 [%(default)s]")
-    parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES, help="in files and s3 [%(default)s]")
+    parser.add_argument("--blocks", type=int, default=256, help="of a run, in cpu, files, s3 and peer [%(default)s]")
+    parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES, help="in files, s3 and peer [%(default)s]")
     parser.add_argument("--runs", type=int, default=5, help="whose median is shown [%(default)s]")
     parser.add_argument("--directory", type=Path, help="on the disk to measure [a temporary one]")
     parser.add_argument("--index-blocks", type=int, default=1_000_000, help="in Redis [%(default)s]")
@@ -61,6 +61,8 @@ async def measure(args: argparse.Namespace, parts: list[str], folder: Path) -> R
                     results.media += await media.files(mode, args.blocks, args.block_bytes, args.runs, direct)
             case "s3":
                 results.media += await media.objects(place, args.blocks, args.block_bytes, args.runs)
+            case "peer":
+                results.media += await peer.measure(place, args.blocks, args.block_bytes, args.runs)
             case "lookup":
                 results.look_ups.append(await lookup.measure(place, args.index_blocks, args.prefix_blocks, 1000))
             case "ttft":

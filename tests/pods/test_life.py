@@ -266,6 +266,23 @@ async def test_outboxes_are_bounded_and_end() -> None:
 
 
 @pytest.mark.unit
+async def test_what_waits_in_an_outbox_comes_together() -> None:
+    box: Outbox[int] = Outbox(4)
+    for number in range(4):
+        box.put(number)
+    assert await box.get_all(3) == [0, 1, 2]
+    assert await box.get_all(3) == [3]
+    waiting = asyncio.ensure_future(box.get_all(3))
+    await asyncio.sleep(0)
+    box.put(4)
+    assert await waiting == [4]
+    box.put(5)
+    box.end()
+    assert await box.get_all(3) == [5]
+    assert await box.get_all(3) == []
+
+
+@pytest.mark.unit
 def test_options_of_the_engine_are_options_of_the_pod() -> None:
     fields = PodSettings.model_fields
     config = EngineConfig(model=Path("m"))

@@ -14,7 +14,7 @@ from kvrelay.common.pieces import Pieces
 from kvrelay.common.template import ChatTemplate
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_INLINE_CHARACTERS = 1000
+_INLINE_CHARACTERS = 4000
 """Shorter texts are encoded in less time than a thread takes to answer."""
 
 

@@ -55,6 +55,7 @@ _KIND = {
     KvGroupKind.DRAFT: pb.KV_GROUP_KIND_DRAFT,
 }
 _KIND_BACK = {value: kind for kind, value in _KIND.items()}
+_DTYPES = frozenset(dtype.value for dtype in KvDtype)
 
 
 def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
@@ -170,14 +171,15 @@ def delta_to_proto(delta: ChoiceDelta) -> pb.ChoiceDelta:
 
 
 def delta_from_proto(message: pb.ChoiceDelta) -> ChoiceDelta:
-    if message.logprobs and len(message.logprobs) != len(message.token_ids):
+    logprobs = message.logprobs
+    if logprobs and len(logprobs) != len(message.token_ids):
         raise InvalidRequest("logprobs are not as many as token_ids", "logprobs")
     return ChoiceDelta(
         request_id=RequestId(message.request_id),
         choice=message.choice,
         index=message.index,
         token_ids=tuple(message.token_ids),
-        logprobs=logprobs_from_proto(message.logprobs),
+        logprobs=logprobs_from_proto(logprobs) if logprobs else (),
         finish_reason=finish_from_proto(message.finish_reason),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         error=message.error,
@@ -202,7 +204,7 @@ def _group_to_proto(group: KvGroup) -> pb.KvGroup:
 def _group_from_proto(message: pb.KvGroup) -> KvGroup:
     if message.kind not in _KIND_BACK:
         raise InvalidRequest(f"KV group kind {message.kind} is unknown", "layout.groups.kind")
-    if message.dtype not in {dtype.value for dtype in KvDtype}:
+    if message.dtype not in _DTYPES:
         raise InvalidRequest(f"KV dtype {message.dtype!r} is unknown", "layout.groups.dtype")
     try:
         return KvGroup(

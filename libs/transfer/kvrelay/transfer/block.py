@@ -26,6 +26,9 @@ class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes, as stored."""
     encoding: str = "exact"
     checksum: int = 0
+    decoded_size: int = 0
+    """Of what the bytes stand for, where they are encoded."""
+    decoded_checksum: int = 0
 
 
 def shape_of(layout: KvLayout, compute_dtype: str) -> str:

@@ -14,6 +14,7 @@ from kvrelay.kvstore.policy import make_policy
 from kvrelay.kvstore.settings import KvStoreSettings
 from kvrelay.kvstore.tiers.base import Tier
 from kvrelay.kvstore.tiers.bucket import S3Access
+from kvrelay.kvstore.tiers.compressed import Compressed, CompressedSinking
 from kvrelay.kvstore.tiers.files import FileTier
 from kvrelay.kvstore.tiers.objects import ObjectTier
 from kvrelay.transfer.transport import Transport
@@ -82,15 +83,17 @@ def s3_of(settings: KvStoreSettings) -> options.S3Tier | None:
 
 
 def bucket_of(settings: KvStoreSettings) -> str:
-    """The same for all who can read each other's objects; empty: there is no S3 tier."""
+    """The same for all who can read each other's objects; empty: there are none that others could read."""
     tier = s3_of(settings)
-    return "" if tier is None else f"{tier.endpoint or tier.region or 'default'} {tier.bucket}"
+    return (
+        "" if tier is None or tier.encoding != "exact" else f"{tier.endpoint or tier.region or 'default'} {tier.bucket}"
+    )
 
 
 def _make_tier(tier: options.AnyTier, node: str) -> Tier:
     policy = make_policy(tier.policy, tier.bytes)
     if isinstance(tier, options.FileTier):
-        return FileTier(
+        files = FileTier(
             tier.directory,
             tier.bytes,
             policy,
@@ -98,9 +101,10 @@ def _make_tier(tier: options.AnyTier, node: str) -> Tier:
             threads=tier.threads,
             timeout_s=tier.timeout_seconds,
         )
+        return CompressedSinking(files) if tier.encoding == "zstd" else files
     assert isinstance(tier, options.S3Tier), "there is one cpu tier, the first"
     try:
-        return ObjectTier(
+        objects = ObjectTier(
             f"s3://{tier.bucket}/{tier.prefix}",
             tier.bytes,
             policy,
@@ -110,6 +114,7 @@ def _make_tier(tier: options.AnyTier, node: str) -> Tier:
             time_budget_s=tier.timeout_seconds,
             multipart_bytes=tier.multipart_bytes,
         )
+        return Compressed(objects) if tier.encoding == "zstd" else objects
     except ValueError as error:
         raise Internal(f"the s3 tier: {error}") from error
 

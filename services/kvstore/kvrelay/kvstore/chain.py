@@ -16,7 +16,7 @@ from kvrelay.common.ids import BlockId
 from kvrelay.common.tasks import end_task
 from kvrelay.kvstore.level import HIGH_SHARE, Counters, Level, LevelSource, Source
 from kvrelay.kvstore.memory import MemoryTier, Slot
-from kvrelay.kvstore.tiers.base import Corrupt, Missing, Tier, TierFailed
+from kvrelay.kvstore.tiers.base import Corrupt, Missing, Sinking, Tier, TierFailed
 from kvrelay.transfer.block import BlockInfo, checksum
 
 log = logging.getLogger(__name__)
@@ -26,16 +26,6 @@ ROOM_SECONDS = 1.0
 """For which a block that comes up waits for room."""
 SPARE_BYTES = 16 << 10
 """What a tier may take for a block beside its bytes."""
-
-
-class Sinking(Tier, Protocol):
-    """A tier that can have one below it."""
-
-    def coldest(self) -> BlockInfo | None: ...
-
-    async def evict(self, block_id: BlockId) -> None:
-        """Raises TierFailed."""
-        ...
 
 
 class Listener(Protocol):

@@ -16,6 +16,7 @@ from kvrelay.common.settings import ServiceSettings, Size, format_size
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 PolicyName = Literal["lru", "arc"]
+Encoding = Literal["exact", "zstd"]
 BASE_PORT = 9300
 PORTS_PER_STORE = 10
 MIN_MEMORY_BYTES = 4096
@@ -48,6 +49,8 @@ class FileTier(TierSettings):
 
     tier: Literal["file"]
     directory: Path
+    encoding: Encoding = "exact"
+    """zstd: compressed, without loss."""
     direct: bool | Literal["auto"] = "auto"
     """O_DIRECT; auto: where the filesystem takes it."""
     threads: int = Field(default=4, ge=1, le=256)
@@ -64,6 +67,8 @@ class S3Tier(TierSettings):
     """As https://host:port; not set: Amazon's of the region."""
     region: str | None = None
     prefix: str = "kvrelay"
+    encoding: Encoding = "exact"
+    """zstd: compressed, without loss; other nodes do not read these objects then."""
     virtual_hosted: bool = False
     upload_checksum: Literal["SHA256", "CRC64NVME", "none"] = "SHA256"
     access_key_id_file: Path | None = None

@@ -9,10 +9,9 @@ ends at the deadline, at an abort, or when its pod is lost; leaving in any state
 """
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -23,6 +22,7 @@ from kvrelay.router import news
 from kvrelay.router.background import Background
 from kvrelay.router.delivery import Delivery
 from kvrelay.router.dispatch import Dispatcher
+from kvrelay.router.inbox import Inbox
 from kvrelay.router.job import ChoiceEvent, Event, PreparedRequest
 from kvrelay.router.load import Load
 from kvrelay.router.metrics import Observer
@@ -60,8 +60,10 @@ class Run:
         self._retries = retries
         self._background = background
         self._observer = observer
-        self._inbox = news.Inbox()
-        self._interrupted: asyncio.Future[KvrelayError] = asyncio.get_running_loop().create_future()
+        self._inbox = Inbox()
+        self._interruption: KvrelayError | None = None
+        self._wait: asyncio.Timeout | None = None
+        """Around what an interruption has to end: all waits but that for news."""
         self._attempt = 0
         self._failures = 0
         self._group: int | None = None
@@ -76,9 +78,11 @@ class Run:
         """Choices that the decode pod itself calls finished."""
 
     def interrupt(self, error: KvrelayError) -> None:
-        if not self._interrupted.done():
-            self._interrupted.set_result(error)
-            self._inbox.put_nowait(news.Interrupted(error))
+        if self._interruption is None:
+            self._interruption = error
+            self._inbox.put(news.Interrupted(error))
+            if self._wait is not None:
+                self._wait.reschedule(asyncio.get_running_loop().time())
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Raises KvrelayError."""
@@ -114,13 +118,13 @@ class Run:
             request, self._attempt, local_prefill=prefill is None, timeout_seconds=self._remaining()
         )
         try:
-            ticket = await self._unless_interrupted(reserve)
+            grant = await self._unless_interrupted(reserve)
         except Overloaded as error:
             raise AttemptFailed(error, Culprit.ROOM) from error
         except KvrelayError as error:
             raise AttemptFailed(error, Culprit.DECODE) from error
-        if prefill is not None and ticket is not None:
-            call = prefill.prefill(request, ticket, self._inbox, timeout_seconds=self._remaining())
+        if prefill is not None and grant is not None:
+            call = prefill.prefill(grant, self._inbox, timeout_seconds=self._remaining())
             self._prefill = asyncio.create_task(call, name=f"prefill {self._id}")
 
     async def _place(self) -> Placement:
@@ -135,7 +139,7 @@ class Run:
             kept, self._kept = self._kept, None
             return self._dispatcher.beside(kept, request)
         work = self._dispatcher.place(request, priority=self._prepared.request.priority, readmitted=self._attempt > 0)
-        return await self._unless_interrupted(work, Placement.release)
+        return await self._unless_interrupted(work)
 
     def _request(self) -> EngineRequest:
         """As pods see it now."""
@@ -146,7 +150,7 @@ class Run:
     def _remaining(self) -> float:
         return max(0.001, self._prepared.deadline - time.monotonic())
 
-    def _take(self, item: news.News) -> Iterable[Event]:
+    def _take(self, item: news.News) -> Sequence[Event]:
         """What follows from one piece of news: events for the client, or AttemptFailed. Raises KvrelayError when interrupted."""
         match item:
             case ChoiceDelta() if item.attempt == self._attempt:
@@ -163,14 +167,14 @@ class Run:
                 return self._take_current(item)
         return ()
 
-    def _take_current(self, item: news.OfAttempt) -> Iterable[Event]:
+    def _take_current(self, item: news.OfAttempt) -> Sequence[Event]:
         match item:
             case news.PrefillStarted(num_cached_tokens=cached):
                 return self._delivery.note_prompt(cached)
             case news.FirstTokens(deltas=deltas, prompt_logprobs=logprobs):
+                self._check(deltas, Culprit.PREFILL)
                 self._note_computed()
-                events = self._delivery.note_prompt(logprobs=logprobs)
-                return itertools.chain(events, self._deliver(deltas, Culprit.PREFILL))
+                return [*self._delivery.note_prompt(logprobs=logprobs), *self._deliver(deltas)]
             case news.PromptComputed(num_cached_tokens=cached, prompt_logprobs=logprobs):
                 self._note_computed()
                 return self._delivery.note_prompt(cached, logprobs)
@@ -186,15 +190,21 @@ class Run:
                 raise AttemptFailed(error, Culprit.TICKET)
         return ()
 
-    def _take_decoded(self, delta: ChoiceDelta) -> Iterable[Event]:
+    def _take_decoded(self, delta: ChoiceDelta) -> list[Event]:
         self._decode_speaks = True
         self._note_computed()
         if delta.finish_reason is not None:
             self._decode_finished.add(delta.choice)
-        told = self._delivery.note_prompt(0, ()) if self._prefill is None and not self._delivery.prompt_known else ()
-        return itertools.chain(told, self._deliver((delta,), Culprit.DECODE))
+        self._check((delta,), Culprit.DECODE)
+        if self._prefill is None and not self._delivery.prompt_known:
+            return [*self._delivery.note_prompt(0, ()), *self._delivery.add(delta)]
+        return self._delivery.add(delta)
 
-    def _deliver(self, deltas: Iterable[ChoiceDelta], source: Culprit) -> Iterable[Event]:
+    def _deliver(self, deltas: Sequence[ChoiceDelta]) -> list[Event]:
+        return [event for delta in deltas for event in self._delivery.add(delta)]
+
+    def _check(self, deltas: Sequence[ChoiceDelta], source: Culprit) -> None:
+        """Before any of them is delivered: what counts as delivered must reach the client."""
         for delta in deltas:
             if delta.finish_reason is FinishReason.ERROR:
                 code, _, message = delta.error.partition(": ")
@@ -203,7 +213,6 @@ class Run:
                 if self._remaining() < DEADLINE_SLACK_SECONDS:
                     raise DeadlineExceeded("the request's deadline passed")
                 raise AttemptFailed(Unavailable("the pod gave the request up"), source)
-            yield from self._delivery.add(delta)
 
     def _end_choice(self, event: Event) -> None:
         """A stop string, which no pod knows of, has ended a choice while others go on: it must not run on beside them."""
@@ -248,7 +257,7 @@ class Run:
         else:
             self._leave_decode(place.decode)
             # What the pod still says of this request finds no one.
-            self._inbox = news.Inbox()
+            self._inbox = Inbox()
 
     def _leave(self) -> None:
         """For good. Where the decode pod did not end the request by itself, both pods are told."""
@@ -276,26 +285,17 @@ class Run:
             self._background.adopt(self._prefill)
             self._prefill = None
 
-    async def _unless_interrupted(
-        self, work: Coroutine[None, None, T], discard: Callable[[T], None] = lambda _: None
-    ) -> T:
-        """Its result. Where the run is interrupted or cancelled first, a result that comes too late is discarded.
+    async def _unless_interrupted(self, work: Coroutine[None, None, T]) -> T:
+        """Its result. Raises what the work raises, and the interruption, for which the work is cancelled.
 
-        Raises what the work raises, and the interruption.
+        In this task: to start one for each wait would cost more than most of the waits.
         """
-        task = asyncio.ensure_future(work)
         try:
-            either: set[asyncio.Future[T] | asyncio.Future[KvrelayError]] = {task, self._interrupted}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._interrupted.done():
-                raise self._interrupted.result()
-        except BaseException:  # a cancellation as well: the work ends, and a result that comes too late is let go
-            task.add_done_callback(lambda ended: _discard(ended, discard))
-            task.cancel()
-            raise
-        return task.result()
-
-
-def _discard(task: asyncio.Task[T], discard: Callable[[T], None]) -> None:
-    if not task.cancelled() and task.exception() is None:
-        discard(task.result())
+            async with asyncio.timeout(0 if self._interruption is not None else None) as self._wait:
+                return await work
+        except TimeoutError:
+            if self._interruption is None:
+                raise
+            raise self._interruption from None
+        finally:
+            self._wait = None

@@ -24,7 +24,7 @@ from kvrelay.router.job import Chat, Event, GenerateInput, ModelInfo, PreparedRe
 from kvrelay.router.kvevents import EventReader, KvEventMetrics
 from kvrelay.router.metrics import Metrics, Observer
 from kvrelay.router.model import ServedModel
-from kvrelay.router.policy import POLICIES, Policy
+from kvrelay.router.policy import POLICIES, PodsView, Policy
 from kvrelay.router.pool import Directory
 from kvrelay.router.prepare import Preparer
 from kvrelay.router.recovery import Retries
@@ -45,6 +45,9 @@ class Router:
         self.router_id = RouterId(f"router-{secrets.token_hex(6)}")
         self._model = ServedModel(settings.model, settings.model_name)
         self._created = int(time.time())
+        self._info: ModelInfo | None = None
+        """With `_info_of`, the pods that it is true of: asked for by each request."""
+        self._info_of: PodsView | None = None
         self._preparer = Preparer(
             self._model.tokenizer,
             vocab_size=self._model.vocab_size,
@@ -110,6 +113,12 @@ class Router:
         """Raises ModelNotFound."""
         if model not in ("", self._model.name):
             raise ModelNotFound(f"the model {model[:MAX_NAME_CHARS]!r} does not exist", "model")
+        pods = self._dispatcher.pods.view
+        if self._info is None or self._info_of is not pods:
+            self._info, self._info_of = self._make_info(), pods
+        return self._info
+
+    def _make_info(self) -> ModelInfo:
         decoding = self._dispatcher.pods.decoding()
         limits = [pod.record.max_model_len for pod in decoding]
         if decoding:  # a request's KV must fit one pod

@@ -1,13 +1,13 @@
 """What a client has of a request: each token of each choice once, in order, whoever says it first; and its text."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.common.errors import Internal
 from kvrelay.common.request import ChoiceDelta, FinishReason, PositionLogprobs, ResumedChoice
-from kvrelay.common.text import ChoiceText
+from kvrelay.common.text import ChoiceText, TokenText
 from kvrelay.router.entries import Entries
-from kvrelay.router.job import ChoiceEvent, Event, PreparedRequest, PromptEvent, UsageEvent
+from kvrelay.router.job import ChoiceEvent, Event, PositionEntry, PreparedRequest, PromptEvent, UsageEvent
 
 
 @dataclass(slots=True)
@@ -64,22 +64,22 @@ class Delivery:
 
     def note_prompt(
         self, num_cached: int | None = None, logprobs: tuple[PositionLogprobs, ...] | None = None
-    ) -> Iterator[Event]:
+    ) -> list[Event]:
         """What a pod said of the prompt; None: nothing. May set tokens free that waited for it."""
         if self._prompt_sent:
-            return
+            return []
         self._num_cached = num_cached if num_cached is not None else self._num_cached
         self._prompt_logprobs = logprobs if logprobs is not None else self._prompt_logprobs
-        if self.prompt_known:
-            waiting, self._waiting = self._waiting, []
-            for delta in waiting:
-                yield from self.add(delta)
-
-    def add(self, delta: ChoiceDelta) -> Iterator[Event]:
-        """Raises Internal for a delta that cannot be of this request."""
         if not self.prompt_known:
+            return []
+        waiting, self._waiting = self._waiting, []
+        return [event for delta in waiting for event in self.add(delta)]
+
+    def add(self, delta: ChoiceDelta) -> list[Event]:
+        """Raises Internal for a delta that cannot be of this request."""
+        if not self._prompt_sent and not self.prompt_known:
             self._waiting.append(delta)
-            return
+            return []
         if delta.choice >= len(self._choices):
             raise Internal(f"a pod speaks of choice {delta.choice} of {len(self._choices)}")
         choice = self._choices[delta.choice]
@@ -88,10 +88,10 @@ class Delivery:
             raise Internal(f"a pod left out tokens {len(choice.tokens)} to {delta.index} of choice {delta.choice}")
         num_new = len(delta.token_ids) - num_old
         if choice.finished or num_new < 0 or (num_new == 0 and delta.finish_reason is None):
-            return
-        if not self._prompt_sent:
-            yield self._prompt_event()
-        yield self._extend(delta, choice, num_old)
+            return []
+        if self._prompt_sent:
+            return [self._extend(delta, choice, num_old)]
+        return [self._prompt_event(), self._extend(delta, choice, num_old)]
 
     def _prompt_event(self) -> PromptEvent:
         self._prompt_sent = True
@@ -107,11 +107,9 @@ class Delivery:
 
     def _extend(self, delta: ChoiceDelta, choice: _Choice, num_old: int) -> ChoiceEvent:
         """The delta's new tokens, up to a stop string."""
-        told = choice.text.push(
-            delta.token_ids[num_old:], finished=delta.finish_reason is not None, stop_token_id=delta.stop_token_id
-        )
-        tokens = delta.token_ids[num_old : num_old + told.num_tokens]
-        logprobs = delta.logprobs[num_old : num_old + told.num_tokens]
+        tokens, logprobs = delta.token_ids[num_old:], delta.logprobs[num_old:]
+        told = choice.text.push(tokens, finished=delta.finish_reason is not None, stop_token_id=delta.stop_token_id)
+        tokens, logprobs = tokens[: told.num_tokens], logprobs[: told.num_tokens]
         choice.tokens.extend(tokens)
         choice.finished = told.finished
         reason = delta.finish_reason
@@ -121,12 +119,15 @@ class Delivery:
             choice=delta.choice,
             text=told.text,
             token_ids=tokens,
-            logprobs=tuple(
-                self._entries.at(*pair) for pair in zip(logprobs, (t.offset for t in told.tokens), strict=True)
-            ),
+            logprobs=self._positions(logprobs, told.tokens) if logprobs else (),
             finish_reason=reason if told.finished else None,
             stop_reason=told.stop_reason,
         )
+
+    def _positions(
+        self, logprobs: Sequence[PositionLogprobs], tokens: Sequence[TokenText]
+    ) -> tuple[PositionEntry, ...]:
+        return tuple(self._entries.at(at, token.offset) for at, token in zip(logprobs, tokens, strict=True))
 
     def usage(self) -> UsageEvent:
         return UsageEvent(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -50,10 +51,13 @@ async def serve(settings: RouterSettings, listening: socket.socket) -> None:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # no answer depends on who asks
             timeout_graceful_shutdown=int(CLOSE_SECONDS),
         )
     )
     serving = asyncio.create_task(http.serve(sockets=[listening]), name="http")
+    # What stands now stays: the collector need not walk over it again and again while requests come and go.
+    gc.freeze()
     log.info("serving %s: HTTP on %s, gRPC on port %d", settings.model_name, listening.getsockname(), rpc.port)
     try:
         stopped = asyncio.create_task(stop.wait())

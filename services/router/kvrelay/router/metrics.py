@@ -1,5 +1,6 @@
 """The router's metrics: `kvrelay_router_*`, and under vLLM's names what existing dashboards look for."""
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -33,9 +34,11 @@ class Metrics:
         self._stale = Counter(
             "kvrelay_router_stale_tokens", "Tokens of attempts that were given up, not taken", registry=registry
         )
-        self._success = Counter(
+        self._ended = functools.cache(self._requests.labels)
+        success = Counter(
             "vllm:request_success", "Choices that finished", ["model_name", "finished_reason"], registry=registry
         )
+        self._finished = functools.cache(lambda reason: success.labels(model, reason))
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens sent to clients")
         self._cached_tokens = self._counter("vllm:prompt_tokens_cached", "Prompt tokens that no pod computed")
@@ -69,10 +72,10 @@ class Metrics:
         self._stale.inc(num_tokens)
 
     def count_end(self, status: str) -> None:
-        self._requests.labels(status).inc()
+        self._ended(status).inc()
 
     def count_choice(self, reason: FinishReason) -> None:
-        self._success.labels(self._model, reason.value).inc()
+        self._finished(reason).inc()
 
     def count_tokens(self, num_tokens: int) -> None:
         self._generation_tokens.inc(num_tokens)

@@ -1,6 +1,5 @@
-"""What pods and the router itself tell a running request, one inbox a placement; read by `kvrelay.router.attempt`."""
+"""What pods and the router itself tell a running request; read by `kvrelay.router.attempt`."""
 
-import asyncio
 from dataclasses import dataclass
 
 from kvrelay.common.errors import Internal, KvrelayError, TransferFailed
@@ -79,8 +78,6 @@ OfAttempt = (
     PrefillStarted | FirstTokens | PushCompleted | PrefillFailed | PromptComputed | RecomputeStarted | TicketVoid
 )
 News = ChoiceDelta | OfAttempt | PodLost | Interrupted
-Inbox = asyncio.Queue[News]
-"""Bounded by what one request may generate."""
 
 
 def from_prefill(event: prefill_pb2.PrefillEvent, attempt: int) -> OfAttempt:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
@@ -19,17 +20,13 @@ from kvrelay.common.access import PodAccess
 from kvrelay.common.discovery import PodRecord
 from kvrelay.common.errors import Cancelled, DeadlineExceeded, Internal, KvrelayError, StaleEpoch, Unavailable
 from kvrelay.common.ids import RequestId, RouterId
-from kvrelay.common.request import EngineRequest, Ticket
+from kvrelay.common.request import EngineRequest
 from kvrelay.common.rpc import CHANNEL_OPTIONS, called, from_rpc_error
-from kvrelay.common.wire import (
-    delta_from_proto,
-    request_to_proto,
-    ticket_from_proto,
-    ticket_to_proto,
-)
+from kvrelay.common.wire import delta_from_proto, request_to_proto
+from kvrelay.router.inbox import Inbox
 from kvrelay.router.load import Load, Report
-from kvrelay.router.news import Inbox, PodLost, PrefillFailed, from_notice, from_prefill
-from kvrelay.v1 import decode_pb2, decode_pb2_grpc, pod_pb2, pod_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from kvrelay.router.news import PodLost, PrefillFailed, from_notice, from_prefill
+from kvrelay.v1 import decode_pb2, decode_pb2_grpc, pod_pb2, pod_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +40,9 @@ _OPTIONS = (
     *CHANNEL_OPTIONS,
     # No connection is shared with a former `Pod` of the same address: a broken one is not inherited.
     ("grpc.use_local_subchannel_pool", 1),
+    # A few steps' tokens: what this router has not read yet waits in the pod, which then puts it into one message.
+    ("grpc.http2.lookahead_bytes", 16 << 10),
+    ("grpc.http2.bdp_probe", 0),
 )
 
 T = TypeVar("T")
@@ -66,6 +66,14 @@ async def uncancelled(call: Awaitable[T]) -> T:
 def of_pod(error: KvrelayError) -> KvrelayError:
     """No one here cancelled: to a request, a call that the pod or the connection ended is a pod that cannot be had."""
     return Unavailable(error.message) if isinstance(error, Cancelled) else error
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A request, and the decode pod's ticket for it as that pod wrote it: only a prefill pod has to understand it."""
+
+    request: types_pb2.EngineRequest
+    ticket: types_pb2.Ticket
 
 
 class Pod:
@@ -118,7 +126,7 @@ class Pod:
         self._lost = reason
         self._set_usable(False, on_usable)
         for inbox in self._inboxes.values():
-            inbox.put_nowait(PodLost(self.load, reason))
+            inbox.put(PodLost(self.load, reason))
         self._inboxes.clear()
 
     async def _watch_health(self, on_status: Callable[[], None], on_usable: Callable[[], None]) -> None:
@@ -176,15 +184,15 @@ class Pod:
         """Notices first: a prompt is computed before its first token. What no one listens to any more is dropped."""
         for notice in step.notices:
             if (inbox := self._inboxes.get(RequestId(notice.request_id))) is not None:
-                inbox.put_nowait(from_notice(notice))
+                inbox.put(from_notice(notice))
         for delta in step.deltas:
             if (inbox := self._inboxes.get(RequestId(delta.request_id))) is not None:
-                inbox.put_nowait(delta_from_proto(delta))
+                inbox.put(delta_from_proto(delta))
 
     def listen(self, request_id: RequestId, inbox: Inbox) -> None:
         """From now on the request's news, PodLost included, comes to the inbox; at once where the pod is lost already."""
         if self._lost is not None:
-            inbox.put_nowait(PodLost(self.load, self._lost))
+            inbox.put(PodLost(self.load, self._lost))
         else:
             self._inboxes[request_id] = inbox
 
@@ -197,7 +205,7 @@ class Pod:
 
     async def reserve(
         self, request: EngineRequest, attempt: int, *, local_prefill: bool, timeout_seconds: float
-    ) -> Ticket | None:
+    ) -> Grant | None:
         """None: the pod computes the prompt itself. Raises what the pod says, and Unavailable where it does not answer in time."""
         self._check_connected()
         message = decode_pb2.ReserveRequest(
@@ -212,20 +220,21 @@ class Pod:
             return None
         if not answer.HasField("ticket"):
             raise Internal(f"{self} granted no ticket")
-        return ticket_from_proto(answer.ticket)
+        return Grant(message.request, answer.ticket)
 
-    async def prefill(self, request: EngineRequest, ticket: Ticket, inbox: Inbox, *, timeout_seconds: float) -> None:
+    async def prefill(self, grant: Grant, inbox: Inbox, *, timeout_seconds: float) -> None:
         """Until the push has ended; what happens, failure included, comes to the inbox. Cancelling it aborts the request there."""
-        message = prefill_pb2.PrefillRequest(request=request_to_proto(request), ticket=ticket_to_proto(ticket))
+        message = prefill_pb2.PrefillRequest(request=grant.request, ticket=grant.ticket)
+        attempt = grant.ticket.attempt
         try:
             self._check_connected()
             call = self._prefill.Prefill(message, timeout=timeout_seconds, metadata=self._metadata)
             try:
-                await uncancelled(self._read_prefill(call, ticket.attempt, inbox))
+                await uncancelled(self._read_prefill(call, attempt, inbox))
             finally:
                 call.cancel()
         except KvrelayError as error:
-            inbox.put_nowait(PrefillFailed(ticket.attempt, error))
+            inbox.put(PrefillFailed(attempt, error))
 
     @staticmethod
     async def _read_prefill(
@@ -235,7 +244,7 @@ class Pod:
     ) -> None:
         pushed = False
         async for event in call:
-            inbox.put_nowait(from_prefill(event, attempt))
+            inbox.put(from_prefill(event, attempt))
             pushed = event.HasField("push_completed")
         if not pushed:
             raise Unavailable("the prefill pod ended the call before its push")

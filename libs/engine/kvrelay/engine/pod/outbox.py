@@ -59,11 +59,21 @@ class Outbox(Generic[T]):
 
     async def get(self) -> T | None:
         """The next one, None at the end. Raises the error that ended the stream."""
+        return self._items.popleft() if await self._waited() else None
+
+    async def get_all(self, limit: int) -> list[T]:
+        """What waits, `limit` of it at most; empty at the end. Raises the error that ended the stream."""
+        if not await self._waited():
+            return []
+        return [self._items.popleft() for _ in range(min(limit, len(self._items)))]
+
+    async def _waited(self) -> bool:
+        """True when there is one, False at the end."""
         while not self._items:
             if self._error is not None:
                 raise self._error
             if self._ended:
-                return None
+                return False
             self._ready.clear()
             await self._ready.wait()
-        return self._items.popleft()
+        return True

@@ -19,6 +19,15 @@ def step_to_proto(deltas: Iterable[ChoiceDelta], notices: Iterable[m.Notice]) ->
     )
 
 
+def joined(waiting: Sequence[decode_pb2.StepTokens]) -> decode_pb2.StepTokens:
+    """Several steps in one message; changes the first of them. A receiver takes a message's notices before its tokens, and in that
+    order they come of any one attempt."""
+    first, *others = waiting
+    for step in others:
+        first.MergeFrom(step)
+    return first
+
+
 def notice_to_proto(notice: m.Notice) -> decode_pb2.RequestNotice | None:
     message = decode_pb2.RequestNotice(request_id=notice.request_id, attempt=notice.attempt)
     match notice.kind:

@@ -67,3 +67,15 @@ class Tier(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class Sinking(Tier, Protocol):
+    """A tier that can have one below it."""
+
+    def coldest(self) -> BlockInfo | None:
+        """Who would go next."""
+        ...
+
+    async def evict(self, block_id: BlockId) -> None:
+        """As to make room. Raises TierFailed."""
+        ...

@@ -58,17 +58,28 @@ async def _whole_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 async def until_gone(work: Coroutine[object, object, None], receive: Receive) -> None:
-    """Runs `work`, and cancels it as soon as the client disconnects. The request's body was read before."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
+    """Runs `work` in this task, and cancels it as soon as the client disconnects. The request's body was read before."""
+    task = asyncio.current_task()
+    assert task is not None
+    watch = asyncio.ensure_future(_gone(receive))
+    left = False
+
+    def leave(_: object) -> None:
+        nonlocal left
+        left = True
+        task.cancel()
+
+    watch.add_done_callback(leave)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await work
+    except asyncio.CancelledError:
+        if not left or task.cancelling() > 1:  # somebody else's cancellation
+            raise
     finally:
-        for each in (gone, task):
-            each.cancel()  # nothing to one that is done
-        await asyncio.gather(gone, task, return_exceptions=True)
-    if not task.cancelled():
-        task.result()
+        watch.remove_done_callback(leave)
+        watch.cancel()
+        if left:
+            task.uncancel()
 
 
 async def _gone(receive: Receive) -> None:

@@ -1,6 +1,7 @@
 """Text completions: a body to one input a prompt, and the events to OpenAI's `text_completion`."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 from kvrelay.common.errors import InvalidRequest
 from kvrelay.common.ids import RequestId
@@ -151,10 +152,10 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | tuple[int,
         return [prompt]
     if not prompt:
         raise InvalidRequest("prompt is an empty list", "prompt")
-    ids = [entry for entry in prompt if isinstance(entry, int)]
-    if len(ids) == len(prompt):
-        return [tuple(ids)]
-    if ids or len({type(entry) for entry in prompt}) > 1:
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [tuple(cast(list[int], prompt))]
+    if int in kinds or len(kinds) > 1:
         raise InvalidRequest("prompt must be a string, token ids, or a list of strings or of lists of ids", "prompt")
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt has over {MAX_PROMPTS} entries", "prompt")

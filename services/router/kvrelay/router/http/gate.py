@@ -1,5 +1,6 @@
 """What every request passes: its id, its API key, its count; and what every error becomes."""
 
+import functools
 import secrets
 import time
 from collections.abc import Mapping
@@ -26,19 +27,22 @@ class FrontMetrics:
     """Counted at the front: by route, so that a scan of made-up paths makes no new series."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
+        requests = Counter(
             "kvrelay_http_requests", "Requests answered, by route and status.", ("route", "status"), registry=registry
         )
+        self.requests = functools.cache(requests.labels)
+        """By route and status, as many as there are of both."""
         self.errors = Counter(
             "kvrelay_http_errors", "Requests refused or failed, by the error's code.", ("code",), registry=registry
         )
-        self.seconds = Histogram(
+        seconds = Histogram(
             "kvrelay_http_request_seconds",
             "From a request's headers to its answer's last byte.",
             ("route",),
             registry=registry,
             buckets=(0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
         )
+        self.seconds = functools.cache(seconds.labels)
 
 
 class Answer:
@@ -95,8 +99,8 @@ class Gate:
 
     def _count(self, scope: Scope, answer: Answer, seconds: float) -> None:
         route = self._paths.get(scope.get("endpoint"), "none")
-        self._metrics.requests.labels(route, str(answer.status or _GONE)).inc()
-        self._metrics.seconds.labels(route).observe(seconds)
+        self._metrics.requests(route, answer.status or _GONE).inc()
+        self._metrics.seconds(route).observe(seconds)
 
 
 async def routing_error(request: Request, error: Exception) -> Response:

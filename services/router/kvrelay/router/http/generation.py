@@ -74,11 +74,15 @@ class Generation(Generic[B]):
         prepared = await self._prepare(shape.inputs(answer_id, timeout_ms), shape.names)
         head = {"id": answer_id, **shape.head(stream=bool(body.stream)), **self._about(prepared[0])}
         events = merged([self._router.generate(each) for each in prepared])
-        async with _read_in_time(prepared), contextlib.aclosing(events):
-            if body.stream:
-                await _stream(events, shape, head, options, EventStream(send))
-            else:
-                await _whole(events, shape, head, len(prepared), send)
+        remaining = max(each.deadline for each in prepared) - time.monotonic()
+        try:
+            async with asyncio.timeout(remaining + READ_SECONDS), contextlib.aclosing(events):
+                if body.stream:
+                    await _stream(events, shape, head, options, EventStream(send))
+                else:
+                    await _whole(events, shape, head, len(prepared), send)
+        except TimeoutError:  # the client does not read: writes wait for it
+            raise ClientGone from None
 
     async def _prepare(self, inputs: Sequence[GenerateInput], names: Mapping[str, str]) -> list[PreparedRequest]:
         """All of them, before any is started."""
@@ -94,17 +98,6 @@ class Generation(Generic[B]):
             "model": info.name,
             "system_fingerprint": f"fp_{info.fingerprint[:10]}",
         }
-
-
-@contextlib.asynccontextmanager
-async def _read_in_time(prepared: Sequence[PreparedRequest]) -> AsyncGenerator[None, None]:
-    """Raises ClientGone where the client has not read its answer READ_SECONDS after the deadline: writes wait for it."""
-    remaining = max(each.deadline for each in prepared) - time.monotonic()
-    try:
-        async with asyncio.timeout(remaining + READ_SECONDS):
-            yield
-    except TimeoutError:
-        raise ClientGone from None
 
 
 async def _whole(
