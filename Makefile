@@ -17,7 +17,7 @@ export DEMO_PROMPT := $(value PROMPT)
 unexport PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo up down status test test-fast e2e soak lint format type proto proto-check bench bench-router clean
+.PHONY: help setup model demo up down status test test-fast e2e soak lint format type proto proto-check bench bench-kv bench-router clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -93,6 +93,9 @@ bench: setup ## against the offline engine and transformers (ARGS="--clients 8 -
 
 bench-router: setup ## the router on one core with stub pods and wrk (ARGS="--only streams --out FILE")
 	$(BIN)/python -m benchmarks.router $(ARGS)
+
+bench-kv: setup ## the KV store against memory, files, S3, UCX and Redis alone, and hits against computing (ARGS="--only cpu,ttft")
+	$(BIN)/python -m benchmarks.kv $(ARGS)
 
 clean: down ## the environment, the model, logs and caches
 	rm -rf $(VENV) var .mypy_cache .ruff_cache .pytest_cache .coverage

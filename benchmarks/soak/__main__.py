@@ -19,12 +19,12 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.report import commit, machine
-from benchmarks.soak import exactness, faults, idle, memory, payload, report, seeded
+from benchmarks.soak import exactness, faults, idle, kvstore, memory, payload, report, seeded
 from benchmarks.soak.case import Case, Plan
 from benchmarks.soak.report import Report, Result
 from kvrelay.cli.model import DEFAULT_DIR
 
-CASES = [*idle.CASES, *memory.CASES, *payload.CASES, *seeded.CASES, *faults.CASES, *exactness.CASES]
+CASES = [*idle.CASES, *memory.CASES, *payload.CASES, *seeded.CASES, *faults.CASES, *kvstore.CASES, *exactness.CASES]
 """What measures memory comes first: a library that this process has loaded as well would be shared with it."""
 ERROR_CHARS = 2000
 
@@ -41,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="of each engine [the cores, split between the pods]")
     parser.add_argument("--requests", type=int, default=Plan.requests, help="of the memory case [%(default)s]")
     parser.add_argument("--repeats", type=int, default=Plan.repeats, help="of each fault [%(default)s]")
+    parser.add_argument("--kills", type=int, default=Plan.kills, help="of a KV store [%(default)s]")
     parser.add_argument("--prompts", type=int, default=Plan.prompts, help="of each exactness case, at most [all]")
     args = parser.parse_args()
     unknown = [only for only in args.only if not fnmatch.filter([case.name for case in CASES], only)]
@@ -58,7 +59,7 @@ def chosen(args: argparse.Namespace, found: Report) -> list[Case]:
 
 
 def run(case: Case, plan: Plan) -> Result:
-    options = {name: getattr(plan, name) for name in ("threads", "requests", "repeats", "prompts")}
+    options = {name: getattr(plan, name) for name in ("threads", "requests", "repeats", "kills", "prompts")}
     figures: dict[str, object] = {}
     error = ""
     at, head, started = report.now(), commit(), time.monotonic()
@@ -100,6 +101,7 @@ def main() -> None:
         threads=args.threads,
         requests=args.requests,
         repeats=args.repeats,
+        kills=args.kills,
         prompts=args.prompts,
     )
     cases = chosen(args, found)

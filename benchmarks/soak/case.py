@@ -21,6 +21,8 @@ class Plan:
     """In a row, while memory is looked at."""
     repeats: int = 20
     """Of each fault."""
+    kills: int = 1000
+    """Of a KV store."""
     prompts: int = 0
     """Of the exactness cases, how many at most; 0: all."""
 

@@ -3,44 +3,21 @@
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
-from kvrelay.common.errors import KvrelayError
-from kvrelay.common.ids import BlockId
-from kvrelay.kvstore.index import Index
-from kvrelay.kvstore.location import Location, node_key
 from kvrelay.v1 import kvstore_pb2 as pb
 from tests.fixtures_redis import RedisServer
-from tests.kvstore.pod import Pod, attached, chain_of, until_stat
-from tests.kvstore.store_process import StoreProcess
+from tests.kvstore.killing import kill_again_and_again, started
+from tests.kvstore.pod import attached, chain_of, until_stat
 
 pytestmark = pytest.mark.integration
 
-KILLS = int(os.environ.get("KVRELAY_KVSTORE_KILLS", "10"))
-MEMORY = 40 * 3 * 4096
-NO_REDIS = "redis://127.0.0.1:1/0"
-
-
-def options(folder: Path, redis_url: str = NO_REDIS) -> tuple[str, ...]:
-    files = f"{{tier: file, bytes: 16MiB, directory: {folder / 'blocks'}}}"
-    return ("--tiers", f"[{{tier: cpu, bytes: {MEMORY}}}, {files}]", "--redis-url", redis_url)
-
-
-@contextlib.contextmanager
-def started(folder: Path, *more: str, redis_url: str = NO_REDIS) -> Iterator[StoreProcess]:
-    store = StoreProcess(folder, *options(folder, redis_url), *more)
-    store.start()
-    try:
-        yield store
-    finally:
-        store.kill()
+KILLS = int(os.environ.get("KVRELAY_KVSTORE_KILLS", "50"))
 
 
 @contextlib.asynccontextmanager
@@ -98,53 +75,6 @@ async def test_sigterm_drains_into_the_files(tmp_path: Path) -> None:
             assert await pod.read(ids) == 20
 
 
-def free_memory_files(folder: Path) -> list[str]:
-    return [name for name in os.listdir(folder) if name.endswith(".arena")]
-
-
-async def use(pod: Pod, rng: random.Random) -> None:
-    """Until the store is gone."""
-    with contextlib.suppress(grpc.aio.AioRpcError, KvrelayError, asyncio.CancelledError, asyncio.InvalidStateError):
-        while True:
-            ids = chain_of(rng.randrange(30), 12)
-            await pod.store(ids)
-            await pod.read(ids)
-
-
-async def announced(index: Index, ids: list[BlockId], epoch: str) -> list[Location]:
-    """The store's own locations of a chain, in its life `epoch`."""
-    found = await index.find(ids)
-    return [at for locations in found for at in locations if at.node == node_key("store") and at.epoch == epoch]
-
-
 async def test_kill_9_in_the_middle_of_writes(tmp_path: Path, redis_server: RedisServer) -> None:
-    """At random points: no torn block is ever read (`Pod.read`), the files are taken over and announced, nothing else is left."""
-    rng = random.Random(5)
-    index = Index(redis_server.url, "default")
-    chains = [chain_of(number, 12) for number in range(30)]
-    with started(tmp_path, redis_url=redis_server.url) as store:
-        for life in range(KILLS):
-            async with attached(store.address) as pod:
-                using = asyncio.create_task(use(pod, random.Random(life)))
-                await asyncio.sleep(rng.uniform(0.05, 0.6))
-                store.kill()
-                async with asyncio.timeout(20):
-                    await using
-            store.start()
-            assert len(free_memory_files(tmp_path)) == 1, "of this life"
-            files = list((tmp_path / "blocks").glob("*/*"))
-            assert all(path.suffix == ".kv" for path in files), "no remains"
-            async with attached(store.address) as pod:
-                seen = await pod.stat()
-                assert (seen.num_pods, seen.num_pins, seen.num_writing) == (1, 0, 0)
-                assert seen.tiers[1].num_blocks == len(files)
-                await until_stat(pod, lambda seen: seen.announcer_backlog == 0)
-                found = 0
-                for ids in chains:
-                    count = await pod.num_found(ids)
-                    assert len(await announced(index, ids[:count], pod.attached.epoch)) == count
-                    assert await pod.read(ids) == count
-                    found += count
-        assert found > 0
-        assert seen.tiers[1].counters.corrupt == 0
-    await index.close()
+    """At random points: no torn block is ever read, the files are taken over and announced, nothing else is left."""
+    assert await kill_again_and_again(tmp_path, redis_server.url, KILLS) > 0
