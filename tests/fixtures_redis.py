@@ -15,6 +15,8 @@ from tests.server_process import ServerProcess
 class RedisServer(ServerProcess):
     """In memory only: what is killed has forgotten everything."""
 
+    options: tuple[str, ...] = ()
+
     def __init__(self, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
@@ -23,7 +25,15 @@ class RedisServer(ServerProcess):
 
     def start(self) -> None:
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        command = [str(get_binary_path()), *options, "--dir", str(self._folder), "--logfile", "valkey.log"]
+        command = [
+            str(get_binary_path()),
+            *options,
+            *self.options,
+            "--dir",
+            str(self._folder),
+            "--logfile",
+            "valkey.log",
+        ]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
         while not self._answers():

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.common.access import bearer
-from kvrelay.common.errors import Draining, InvalidRequest, Unauthenticated
+from kvrelay.common.errors import Draining, InvalidRequest, StaleEpoch, TransferFailed, Unauthenticated
 from kvrelay.common.rpc import CHANNEL_OPTIONS, from_rpc_error
 from kvrelay.kvstore.server import KvStore
 from kvrelay.kvstore.settings import KvStoreSettings
@@ -231,6 +231,33 @@ async def test_what_an_operator_asks(tmp_path: Path) -> None:
         stat = await pod.stat()
         assert [tier.num_blocks for tier in stat.tiers] == [0, 0, 0]
         assert [tier.used_bytes for tier in stat.tiers] == [0, 0, 0]
+
+
+async def test_fetches_that_make_no_sense(tmp_path: Path) -> None:
+    async with running(tmp_path) as (store, address), attached(address) as pod:
+
+        async def fetch(epoch: str, blocks: list[pb.FetchBlock]) -> list[int]:
+            request = pb.FetchRequest(epoch=epoch, transfer_address=b"nowhere", timeout_ms=100, blocks=blocks)
+            try:
+                return [place async for answer in pod.stub.Fetch(request) for place in answer.missing]
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+
+        block = pb.FetchBlock(id=bytes(16), tag=1, size=1)
+        with pytest.raises(StaleEpoch):
+            await fetch("0" * 16, [block])
+        for wrong in (
+            [block, block],
+            [pb.FetchBlock(id=b"short")],
+            [pb.FetchBlock(id=bytes(16), tag=i) for i in range(2000)],
+        ):
+            with pytest.raises(InvalidRequest):
+                await fetch(store.epoch, wrong)
+        with pytest.raises(TransferFailed, match="not the address"):
+            await fetch(store.epoch, [block])
+        assert (await pod.stub.Suspect(pb.SuspectRequest(ids=bytes(16)))).num_removed == 0
+        seen = await pod.stat()
+        assert list(seen.violations) == []
 
 
 async def test_readiness_and_metrics(tmp_path: Path) -> None:

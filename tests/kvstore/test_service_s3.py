@@ -111,6 +111,26 @@ async def test_another_node_reads_them_there(options: Options) -> None:
         assert seen.tiers[1].counters.corrupt == 0
 
 
+async def test_compressed_objects_are_their_nodes_own(options: Options) -> None:
+    compressed = []
+    for name in ("one", "two"):
+        plain = options(name)
+        memory, bucket = plain.tiers
+        tiers = (memory, bucket.model_copy(update={"encoding": "zstd"}))
+        compressed.append(plain.model_copy(update={"tiers": tiers}))
+    async with running(*compressed) as [(_, pod), (store, other)]:
+        await pod.store_all(IDS)
+        await sunk(pod)
+        assert await pod.read(IDS) == 40
+        async with httpx.AsyncClient() as http, asyncio.timeout(10):
+            while (
+                "kvrelay_kvstore_nodes 1.0" not in (await http.get(f"http://127.0.0.1:{store.http_port}/metrics")).text
+            ):
+                await asyncio.sleep(0.02)
+        assert await other.num_found(IDS) == 0
+        assert await other.read(IDS) == 0
+
+
 async def test_a_bucket_that_is_away_is_shown_and_serving_goes_on(options: Options, s3_server: "S3Server") -> None:
     async with running(options("one")) as [(store, pod)]:
         await pod.store_all(IDS[:20])

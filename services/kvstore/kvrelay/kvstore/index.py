@@ -8,16 +8,17 @@ Blocks of a segment share what is in braces, and so a slot of a Redis Cluster. E
 Redis may be away, empty or slow at any time: a look-up then finds nothing, within COMMAND_SECONDS.
 """
 
+import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import cast
 
 import redis.asyncio as aioredis
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from kvrelay.common.discovery import COMMAND_SECONDS, connect
 from kvrelay.common.ids import BlockId
@@ -48,6 +49,15 @@ for i, key in ipairs(KEYS) do
 end
 return #KEYS
 """
+
+
+@contextlib.contextmanager
+def _as_redis_errors() -> Iterator[None]:
+    """A Cluster that is away raises what is no RedisError."""
+    try:
+        yield
+    except RedisClusterException as error:
+        raise RedisError(str(error)) from error
 
 
 class Index:
@@ -91,9 +101,13 @@ class Index:
             return []
         if not self._sharded:
             return cast("list[bytes | None]", await self._redis.mget(keys))
+        with _as_redis_errors():
+            return await self._sharded_values(keys)
+
+    async def _sharded_values(self, keys: Sequence[bytes]) -> list[bytes | None]:
         pipeline = self._redis.pipeline()
         for _, segment in groupby(keys, key=lambda key: key.partition(b"}")[0]):
-            pipeline.mget(list(segment))
+            pipeline.execute_command("MGET", *segment)  # `mget` is for keys of several slots
         return [value for part in await pipeline.execute() for value in part]
 
     async def update(self, node: int, changes: Mapping[Entry, Location | None]) -> None:
@@ -104,12 +118,14 @@ class Index:
         for head, blocks in by_head.items():
             keys = [self.key(head, block_id) for block_id, _ in blocks]
             packed = [b"" if location is None else location.pack() for _, location in blocks]
-            await self._update(keys=keys, args=[TTL_SECONDS, *packed, node.to_bytes(8, "little")])
+            with _as_redis_errors():
+                await self._update(keys=keys, args=[TTL_SECONDS, *packed, node.to_bytes(8, "little")])
 
     async def mark(self) -> bytes:
         """What Redis remembers until it loses its memory; another one, or a new one, means that all must be said again."""
         new = secrets.token_bytes(8)
-        known = await self._redis.set(self._prefix + b"mark", new, nx=True, get=True)
+        with _as_redis_errors():
+            known = await self._redis.set(self._prefix + b"mark", new, nx=True, get=True)
         return cast("bytes", known) if known else new
 
     async def used_bytes(self) -> int:

@@ -37,7 +37,8 @@ class Node:
     def __init__(self, settings: KvStoreSettings, epoch: Epoch) -> None:
         self.id = NodeId(settings.node)
         self.epoch = epoch
-        self.index = Index(settings.redis_url, settings.cluster)
+        url = settings.index_url or settings.redis_url
+        self.index = Index(url, settings.cluster, sharded=settings.index_sharded)
         self.announcer = Announcer(self.index, node_key(self.id), epoch)
         self.is_open = False
         self._settings = settings

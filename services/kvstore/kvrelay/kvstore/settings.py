@@ -173,6 +173,10 @@ class KvStoreSettings(ServiceSettings):
     """The same after a restart, and no other node's. Not set: by host name and port."""
     grace_seconds: float = Field(default=10.0, ge=0, le=3600)
     """How long after SIGTERM pods may finish, and memory goes down into files or S3."""
+    index_url: str | None = Field(default=None, pattern=r"^(redis|rediss|unix)://")
+    """Redis or Valkey of the index; not set: redis_url."""
+    index_sharded: bool = False
+    """It is a Redis Cluster."""
     arena_directory: Path = Path("/dev/shm")
     """A memory file system, which the node's pods have as well."""
 

@@ -65,7 +65,8 @@ class ObjectSource:
 
 
 class Peers:
-    """See `supply.Elsewhere`. `fetcher` None: no transport; `objects` None: no S3 tier, of which `bucket` is the place."""
+    """See `supply.Elsewhere`. `fetcher` None: no transport; `objects` None: no S3 tier, of which `bucket` is the place; empty: its objects
+    are not for others."""
 
     def __init__(
         self,
@@ -145,8 +146,9 @@ class Peers:
 
     def _source(self, record: NodeRecord, tier: str, info: BlockInfo) -> Source | None:
         objects = self._objects
-        if tier == "s3" and objects is not None and objects.healthy and record.bucket == self._bucket:
-            assert isinstance(objects.tier, ObjectTier)
+        shared = bool(self._bucket) and record.bucket == self._bucket
+        if tier == "s3" and shared and objects is not None and objects.healthy:
+            assert isinstance(objects.tier, ObjectTier), "only such a tier has a bucket that others read"
             return ObjectSource(objects, objects.tier, record.prefix, info)
         if self._fetcher is not None and self._fetcher.usable(record):
             return PeerSource(self._fetcher, self.health, record, info)
