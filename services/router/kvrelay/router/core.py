@@ -17,14 +17,16 @@ from kvrelay.common.ids import Fingerprint, RequestId, RouterId
 from kvrelay.common.text import ChoiceText, StopPatterns
 from kvrelay.router.attempt import Run
 from kvrelay.router.background import Background
+from kvrelay.router.costs import Costs
 from kvrelay.router.delivery import Delivery
 from kvrelay.router.dispatch import Dispatcher
 from kvrelay.router.entries import Entries
 from kvrelay.router.job import Chat, Event, GenerateInput, ModelInfo, PreparedRequest, Readiness
 from kvrelay.router.metrics import Metrics, Observer
 from kvrelay.router.model import ServedModel
-from kvrelay.router.policy import POLICIES
+from kvrelay.router.policies import make_policy
 from kvrelay.router.pool import Directory
+from kvrelay.router.prefixindex import PrefixIndex
 from kvrelay.router.prepare import Preparer
 from kvrelay.router.recovery import Retries
 from kvrelay.router.settings import RouterSettings
@@ -50,8 +52,12 @@ class Router:
             max_timeout_ms=settings.max_timeout_ms,
         )
         self._entries = Entries(self._model.tokenizer)
+        self.index = PrefixIndex()
+        """Of pods' blocks, for whoever reads their KV events to fill."""
+        costs = Costs()
         self._dispatcher = Dispatcher(
-            POLICIES[settings.policy](settings.local_prefill_tokens),
+            make_policy(settings.policy, settings.local_prefill_tokens, self.index, costs),
+            costs,
             directory,
             self.router_id,
             settings.pod_access(),
@@ -61,7 +67,7 @@ class Router:
         )
         self._retries = Retries(settings.max_failures)
         self._background = Background()
-        self._metrics = Metrics(registry, self._model.name)
+        self._metrics = Metrics(registry, self._model.name, settings.policy)
         self._runs: dict[RequestId, Run] = {}
         self._metrics.watch(lambda: len(self._runs), lambda: len(self._dispatcher.queue))
         self._idle = asyncio.Event()

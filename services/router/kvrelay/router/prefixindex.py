@@ -61,6 +61,9 @@ class PrefixIndex:
     def __contains__(self, source: str) -> bool:
         return source in self._sources
 
+    def names(self) -> set[str]:
+        return set(self._sources)
+
     def add_pod(self, pod_id: str, block_size: int) -> None:
         """Before its first block; again it changes nothing, or clears a pod that has another block size now.
 

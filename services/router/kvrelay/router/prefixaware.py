@@ -1,0 +1,191 @@
+"""Routing by what a request will cost where: seconds until its first token, prefixes that pods have taken into account.
+
+    on a prefill pod    its queue  +  computing what it has not got of the prompt
+    on a decode pod     moving what it has not got  +  what one more request costs those that it streams
+    or                  the decode pod's own queue  +  computing the rest there, which holds up its streams
+
+What pods have is what their events said, and what this router has just sent them (`kvrelay.router.expected`). Where nothing is
+known of prefixes, what is left is load: the pods with the shortest queues.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvrelay.router.board import Board, Group, Side
+from kvrelay.router.costs import Costs, Floats
+from kvrelay.router.expected import Expected
+from kvrelay.router.load import (
+    BACKLOG,
+    BEGUN,
+    BEGUN_AT,
+    FREE_AT,
+    MEMORY_SECONDS,
+    REQUESTS,
+    ROOM,
+    SLOWNESS,
+    STARTABLE,
+    Load,
+)
+from kvrelay.router.policy import PodsView, Route, RouteRequest
+from kvrelay.router.prefixindex import PrefixIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Found with `benchmarks.sim`, docs/design/routing.md."""
+
+    computing: float = 1.0
+    """A second of computing, to a second of waiting: the pod is lost to others for as long."""
+    evenness: float = 1.0
+    """Seconds for a pod that computed all of the last minute, to one that was idle."""
+    decode_request_seconds: float = 0.02
+    """What one more request costs those that a decode pod streams, all of their tokens together."""
+    disturbance: float = 0.25
+    """Of the time of a prompt on a decode pod, for each request that it streams."""
+    longest_wait_seconds: float = 10.0
+    """For which a prefix is worth queueing behind a pod that can start nothing soon."""
+    event_lag_seconds: float = 2.0
+    """After a prompt is computed, until when events have told of it."""
+
+
+DEFAULT_WEIGHTS: Final = Weights()
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """What one group offers."""
+
+    cost: float
+    route: Route
+
+
+class PrefixAware:
+    """`index` is fed by whoever reads the KV events; `costs` by the requests that went by."""
+
+    reads_prompts: Final = True
+
+    def __init__(
+        self,
+        local_prefill_tokens: int,
+        index: PrefixIndex,
+        costs: Costs,
+        *,
+        weights: Weights = DEFAULT_WEIGHTS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._local_prefill_tokens = local_prefill_tokens
+        self._index = index
+        self._costs = costs
+        self._weights = weights
+        self._clock = clock
+        self._expected = Expected()
+        self._board = Board(PodsView(), index, self._expected)
+
+    def choose(self, request: RouteRequest, pods: PodsView) -> Route | None:
+        if not self._board.stands(pods):
+            self._board = Board(pods, self._index, self._expected)
+        wanted = request.decode.group if request.decode is not None else request.group
+        now = self._clock()
+        options = [
+            option
+            for number, group in self._board.groups.items()
+            if wanted in (None, number) and (option := self._best(request, group, now)) is not None
+        ]
+        return min(options, key=lambda option: option.cost).route if options else None
+
+    def placed(self, request: RouteRequest, route: Route) -> None:
+        """Until events tell of it, both pods are expected to have the prompt when it is computed."""
+        if request.prompt is None:
+            return
+        ids = request.prompt.ids(route.decode.fingerprint)
+        until = self._clock() + route.seconds + self._weights.longest_wait_seconds + self._weights.event_lag_seconds
+        for pod in (route.prefill, route.decode):
+            if pod is not None:
+                self._expected.add(pod.pod_id, ids, until)
+
+    def _best(self, request: RouteRequest, group: Group, now: float) -> _Option | None:
+        ids = request.prompt.ids(group.fingerprint) if request.prompt is not None else ()
+        stored, expected = self._index.hits(ids), self._expected.hits(ids, now)
+        most = request.num_prompt_tokens - 1  # the last token is always computed
+        on_prefill = np.minimum(group.prefill.hits(stored, expected), most)
+        on_decode = np.minimum(group.decode.hits(stored, expected), most)
+        prefill, prefill_seconds = self._prefill(request, group, on_prefill, now)
+        local = self._local_seconds(request, group, on_decode, now)
+        apart = prefill_seconds + (request.num_prompt_tokens - on_decode) * self._costs.transfer
+        cost = np.minimum(apart, local) + group.decode.values[REQUESTS] * self._weights.decode_request_seconds
+        row = self._row(request, group.decode, cost)
+        if row is None or not math.isfinite(cost[row]):
+            return None
+        decode = group.decode.loads[row]
+        if prefill is None or local[row] <= apart[row]:
+            route = self._route(request, None, decode, int(on_decode[row]))
+        else:
+            pod = group.prefill.loads[prefill]
+            route = self._route(request, pod, decode, int(on_prefill[prefill]))
+        return _Option(float(cost[row]), route)
+
+    def _prefill(self, request: RouteRequest, group: Group, hits: Floats, now: float) -> tuple[int | None, float]:
+        """The best prefill pod's row, and the seconds until it has computed the prompt; infinitely many where none is to be had
+        now."""
+        if not group.prefill.loads:
+            return None, math.inf
+        values = group.prefill.values
+        wait = _wait(values, now)
+        computing = self._costs.seconds_by_pod(request.num_prompt_tokens - hits, hits, values[SLOWNESS])
+        weights = self._weights
+        busy = values[BEGUN] * np.maximum(0.0, 1.0 - (now - values[BEGUN_AT]) / MEMORY_SECONDS) / MEMORY_SECONDS
+        cost = wait + weights.computing * computing + weights.evenness * busy
+        worth_a_queue = (2 * hits >= request.num_prompt_tokens) & (wait <= weights.longest_wait_seconds)
+        possible = (values[STARTABLE] > 0) | worth_a_queue
+        if request.excluded:
+            possible &= ~group.prefill.among(request.excluded)
+        cost[~possible] = math.inf
+        row = int(cost.argmin())
+        if cost[row] == math.inf:
+            return None, math.inf
+        return row, float(wait[row] + computing[row])
+
+    def _local_seconds(self, request: RouteRequest, group: Group, hits: Floats, now: float) -> Floats:
+        """Until each decode pod would have computed the prompt by itself; infinitely many where it should not."""
+        values = group.decode.values
+        rest = request.num_prompt_tokens - hits
+        computing = self._costs.seconds_by_pod(rest, hits, values[SLOWNESS])
+        seconds: Floats = (_wait(values, now) + computing) * (1.0 + self._weights.disturbance * values[REQUESTS])
+        living = any(pod not in request.excluded for pod in group.prefill.loads)
+        if living and request.num_prompt_tokens >= self._local_prefill_tokens:
+            # Half of it must be there: a pod without a prefix leaves prompts to those whose part they are.
+            able = (hits >= rest) | group.decode.self_sufficient
+            seconds[~able] = math.inf
+        return seconds
+
+    def _row(self, request: RouteRequest, side: Side, cost: Floats) -> int | None:
+        """The cheapest decode pod with room."""
+        if request.decode is not None:
+            return next((row for row, load in enumerate(side.loads) if load is request.decode), None)
+        need = request.num_prompt_tokens + request.num_choices
+        able = side.values[ROOM] >= need
+        if not able.any():
+            # Several choices may need more than any pod has: the largest one takes them when it is empty, and preempts.
+            able = side.values[ROOM] >= min(need, max(load.num_tokens for load in side.loads))
+        if request.excluded:
+            fresh = able & ~side.among(request.excluded)
+            able = fresh if fresh.any() else able
+        if not able.any():
+            return None
+        return int(np.where(able, cost, math.inf).argmin())
+
+    def _route(self, request: RouteRequest, prefill: Load | None, decode: Load, num_cached: int) -> Route:
+        computing = prefill or decode
+        seconds = self._costs.seconds(request.num_prompt_tokens - num_cached, num_cached, computing.slowness)
+        return Route(prefill, decode, num_cached, seconds)
+
+
+def _wait(values: Floats, now: float) -> Floats:
+    """Seconds until each pod has computed what it has, by its reports and by what was sent since."""
+    wait: Floats = np.maximum(values[FREE_AT] - now, values[BACKLOG])
+    return np.maximum(wait, 0.0)
