@@ -60,7 +60,7 @@ def test_own_requests_count_before_the_pod_reports_them() -> None:
     assert chosen(LeastLoaded(32).choose(ASK, view(busy, idle))) == ("", "d1")
     busy.report(ROOMY)  # the report may be older than what was begun: it still counts
     assert busy.decode_score >= 1
-    busy.computed(100)
+    busy.computed(100, 100)
     busy.end(100)
     assert busy.decode_score == idle.decode_score
 

@@ -63,6 +63,7 @@ class Load:
         "_free_at",
         "_own_prefill_tokens",
         "_own_prefills",
+        "_own_prompt_tokens",
         "_own_requests",
         "_report",
         "_row",
@@ -115,6 +116,7 @@ class Load:
         self._own_requests = 0
         self._own_prefills = 0
         self._own_prefill_tokens = 0
+        self._own_prompt_tokens = 0
         self._backlog = 0.0
         self._free_at = self._begun_at = clock()
         self._begun = 0.0
@@ -125,7 +127,10 @@ class Load:
         self.num_tokens = report.num_blocks * self.block_size
         self._since_report_requests = 0
         self._since_report_tokens = 0
-        self._free_at = self._clock() + report.waiting_tokens * self.seconds_per_token
+        now = self._clock()
+        others = now + self._others_seconds()
+        # Of its own work the router knows more than tokens: what is cached of it, and how long the prompts are.
+        self._free_at = max(self._free_at, others) if self._own_prefills else others
         self._score()
 
     def begin(self, prefill_tokens: int, kv_tokens: int, seconds: float = 0.0) -> None:
@@ -136,6 +141,7 @@ class Load:
             now = self._clock()
             self._own_prefills += 1
             self._own_prefill_tokens += prefill_tokens
+            self._own_prompt_tokens += kv_tokens
             self._backlog += seconds
             self._free_at = max(self._free_at, now) + seconds
             self._begun = self._begun * max(0.0, 1.0 - (now - self._begun_at) / MEMORY_SECONDS) + seconds
@@ -144,12 +150,15 @@ class Load:
         self._since_report_tokens += kv_tokens
         self._score()
 
-    def computed(self, prefill_tokens: int, seconds: float = 0.0) -> None:
+    def computed(self, prefill_tokens: int, kv_tokens: int, seconds: float = 0.0) -> None:
         """What `begin` announced needs no more computing."""
         if prefill_tokens:
             self._own_prefills -= 1
             self._own_prefill_tokens -= prefill_tokens
-            self._backlog -= seconds
+            self._own_prompt_tokens -= kv_tokens
+            self._backlog = self._backlog - seconds if self._own_prefills else 0.0
+            # Prompts are computed in order: what is left is not begun.
+            self._free_at = self._clock() + self._backlog + self._others_seconds()
         self._score()
 
     def end(self, kv_tokens: int) -> None:
@@ -169,6 +178,10 @@ class Load:
         """From now on its columns in a table of `stride` rows are kept current; those of a former table no more."""
         self._cells, self._row, self._stride = cells, row, stride
         self._score()
+
+    def _others_seconds(self) -> float:
+        """Of work that was reported and is not this router's. A pod counts a waiting prompt whole."""
+        return max(0, self._report.waiting_tokens - self._own_prompt_tokens) * self.seconds_per_token
 
     def _score(self) -> None:
         report = self._report

@@ -22,6 +22,7 @@ class Placement:
         route: Route,
         costs: Costs,
         on_release: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.prefill = prefill
         self.decode = decode
@@ -33,7 +34,9 @@ class Placement:
         self._computing: Pod | None = prefill or decode
         self._costs = costs
         self._on_release = on_release
+        self._clock = clock
         self._kv_tokens = self._tokens + request.num_choices
+        self._begun_tokens = self._tokens if prefill is not None else self._kv_tokens
         self._started: tuple[float, int] | None = None
         """When, and after how many cached tokens."""
         self._computed_at = 0.0
@@ -45,12 +48,12 @@ class Placement:
 
     def prefill_started(self, num_cached_tokens: int) -> None:
         """On the prefill pod."""
-        self._started = (time.monotonic(), num_cached_tokens)
+        self._started = (self._clock(), num_cached_tokens)
 
     def first_token(self) -> None:
         """By the prefill pod."""
         if self._started is not None and self.prefill is not None and self._computing is not None:
-            self._computed_at = time.monotonic()
+            self._computed_at = self._clock()
             started, num_cached = self._started
             self._costs.prefilled(self.prefill.load, self._tokens - num_cached, num_cached, self._computed_at - started)
         self.prefill_done()
@@ -58,12 +61,12 @@ class Placement:
     def pushed(self) -> None:
         """All of it is on the decode pod."""
         if self._computed_at:
-            self._costs.transferred(self._tokens, time.monotonic() - self._computed_at)
+            self._costs.transferred(self._tokens, self._clock() - self._computed_at)
 
     def prefill_done(self) -> None:
         """The prompt is computed, or never will be."""
         if self._computing is not None:
-            self._computing.load.computed(self._to_compute, self._seconds)
+            self._computing.load.computed(self._to_compute, self._begun_tokens, self._seconds)
             self._computing = None
             if self.prefill is not None:
                 self.prefill.load.end(self._tokens)
