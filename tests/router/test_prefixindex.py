@@ -62,7 +62,7 @@ def agree(index: PrefixIndex, model: Model) -> None:
         for ids in (ids_of(chain), ids_of(chain)[:33], ids_of(chain)[:1], []):
             expected = model.match(ids)
             assert index.match(ids) == expected
-            assert dict(zip(PODS, index.hits(ids)[places], strict=True)) == {name: 0 for name in PODS} | expected
+            assert dict(zip(PODS, index.hits(ids)[places], strict=True)) == dict.fromkeys(PODS, 0) | expected
 
 
 RUN = st.tuples(st.integers(0, CHAINS - 1), st.integers(0, LENGTH), st.integers(0, LENGTH)).map(

@@ -10,10 +10,10 @@ from kvrelay.router.load import DEFAULT_SECONDS_PER_TOKEN, Load
 DEFAULT_SECONDS_PER_TOKEN_PAIR: Final = 0.8e-9
 DEFAULT_TRANSFER_SECONDS: Final = 0.5e-6
 """A token, of what the push ends later than the first token."""
-_DECAY: Final = 0.98
+_DECAY: Final = 0.97
 _GAIN: Final = 0.1
 _PRIOR: Final = ((2_048, 0), (16_384, 0), (512, 16_384))
-"""Prompts (tokens to compute, tokens before them) that the defaults are believed to hold for, until others were seen."""
+"""Prompts (tokens to compute, tokens before them) for which the first guess is believed, until others were seen."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -31,8 +31,7 @@ class Costs:
         self.transfer = DEFAULT_TRANSFER_SECONDS
         self._sums = np.zeros((2, 2))
         self._means = np.zeros(2)
-        for num_tokens, num_before in _PRIOR:
-            self._add(num_tokens, num_before, self.seconds(num_tokens, num_before))
+        self._measured = False
 
     def seconds(self, num_tokens: float, num_before: float, slowness: float = 1.0) -> float:
         return slowness * num_tokens * (self.each + self.pair * (num_before + num_tokens / 2))
@@ -45,6 +44,9 @@ class Costs:
         """It computed so many tokens after so many cached ones in that time."""
         if num_tokens <= 0 or seconds <= 0:
             return
+        if not self._measured:
+            self._measured = True
+            self._begin(seconds / self.seconds(num_tokens, num_before))
         expected = self.seconds(num_tokens, num_before)
         ratio = min(10.0, max(0.1, seconds / expected))
         pod.slowness += _GAIN * (ratio - pod.slowness)
@@ -56,6 +58,14 @@ class Costs:
         """So long after the first token was the push over."""
         if num_tokens > 0 and seconds >= 0:
             self.transfer += _GAIN * (seconds / num_tokens - self.transfer)
+
+    def _begin(self, times: float) -> None:
+        """The first request says how fast pods are, from graphics processors to laptops; what remains to be learned is how
+        much of it is attention."""
+        self.each *= times
+        self.pair *= times
+        for num_tokens, num_before in _PRIOR:
+            self._add(num_tokens, num_before, self.seconds(num_tokens, num_before))
 
     def _add(self, num_tokens: float, num_before: float, seconds: float) -> None:
         features = np.array([num_tokens, num_tokens * (num_before + num_tokens / 2)]) / seconds

@@ -39,9 +39,9 @@ from kvrelay.router.prefixindex import PrefixIndex
 class Weights:
     """Found with `benchmarks.sim`, docs/design/routing.md."""
 
-    computing: float = 1.0
+    computing: float = 3.0
     """A second of computing, to a second of waiting: the pod is lost to others for as long."""
-    evenness: float = 1.0
+    evenness: float = 2.0
     """Seconds for a pod that computed all of the last minute, to one that was idle."""
     decode_request_seconds: float = 0.02
     """What one more request costs those that a decode pod streams, all of their tokens together."""
@@ -99,14 +99,13 @@ class PrefixAware:
         return min(options, key=lambda option: option.cost).route if options else None
 
     def placed(self, request: RouteRequest, route: Route) -> None:
-        """Until events tell of it, both pods are expected to have the prompt when it is computed."""
-        if request.prompt is None:
-            return
-        ids = request.prompt.ids(route.decode.fingerprint)
-        until = self._clock() + route.seconds + self._weights.longest_wait_seconds + self._weights.event_lag_seconds
-        for pod in (route.prefill, route.decode):
-            if pod is not None:
-                self._expected.add(pod.pod_id, ids, until)
+        """Until events tell of it, the pod that computes the prompt is expected to have it: who comes after finds it there. A
+        pod that it is pushed to has it only after the push."""
+        if request.prompt is not None:
+            ids = request.prompt.ids(route.decode.fingerprint)
+            weights = self._weights
+            until = self._clock() + route.seconds + weights.longest_wait_seconds + weights.event_lag_seconds
+            self._expected.add((route.prefill or route.decode).pod_id, ids, until)
 
     def _best(self, request: RouteRequest, group: Group, now: float) -> _Option | None:
         ids = request.prompt.ids(group.fingerprint) if request.prompt is not None else ()
