@@ -39,10 +39,10 @@ from kvrelay.router.prefixindex import PrefixIndex
 class Weights:
     """Found with `benchmarks.sim`, docs/design/routing.md."""
 
-    computing: float = 3.0
+    computing: float = 4.0
     """A second of computing, to a second of waiting: the pod is lost to others for as long."""
-    evenness: float = 2.0
-    """Seconds for a pod that computed all of the last minute, to one that was idle."""
+    evenness: float = 12.0
+    """Times the whole prompt's computing, for a pod that computed all of the last minute, to one that was idle."""
     decode_request_seconds: float = 0.02
     """What one more request costs those that a decode pod streams, all of their tokens together."""
     disturbance: float = 0.25
@@ -138,7 +138,7 @@ class PrefixAware:
         computing = self._costs.seconds_by_pod(request.num_prompt_tokens - hits, hits, values[SLOWNESS])
         weights = self._weights
         busy = values[BEGUN] * np.maximum(0.0, 1.0 - (now - values[BEGUN_AT]) / MEMORY_SECONDS) / MEMORY_SECONDS
-        cost = wait + weights.computing * computing + weights.evenness * busy
+        cost = wait + weights.computing * computing + weights.evenness * busy * self._costs.seconds(request.num_prompt_tokens, 0)
         worth_a_queue = (2 * hits >= request.num_prompt_tokens) & (wait <= weights.longest_wait_seconds)
         possible = (values[STARTABLE] > 0) | worth_a_queue
         if request.excluded:
