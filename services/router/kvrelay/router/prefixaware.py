@@ -137,8 +137,10 @@ class PrefixAware:
         wait = _wait(values, now)
         computing = self._costs.seconds_by_pod(request.num_prompt_tokens - hits, hits, values[SLOWNESS])
         weights = self._weights
-        busy = values[BEGUN] * np.maximum(0.0, 1.0 - (now - values[BEGUN_AT]) / MEMORY_SECONDS) / MEMORY_SECONDS
-        cost = wait + weights.computing * computing + weights.evenness * busy * self._costs.seconds(request.num_prompt_tokens, 0)
+        age = np.minimum(1.0, (now - values[BEGUN_AT]) / MEMORY_SECONDS)
+        busy = values[BEGUN] * (1.0 - age) / MEMORY_SECONDS
+        whole = self._costs.seconds(request.num_prompt_tokens, 0)
+        cost = wait + weights.computing * computing + weights.evenness * busy * whole
         worth_a_queue = (2 * hits >= request.num_prompt_tokens) & (wait <= weights.longest_wait_seconds)
         possible = (values[STARTABLE] > 0) | worth_a_queue
         if request.excluded:
