@@ -113,56 +113,61 @@ class PrefixAware:
         most = request.num_prompt_tokens - 1  # the last token is always computed
         on_prefill = np.minimum(group.prefill.hits(stored, expected), most)
         on_decode = np.minimum(group.decode.hits(stored, expected), most)
-        prefill, prefill_seconds = self._prefill(request, group, on_prefill, now)
-        local = self._local_seconds(request, group, on_decode, now)
-        apart = prefill_seconds + (request.num_prompt_tokens - on_decode) * self._costs.transfer
-        cost = np.minimum(apart, local) + group.decode.values[REQUESTS] * self._weights.decode_request_seconds
+        prefill, apart = self._prefill(request, group, on_prefill, now)
+        moved = apart + (request.num_prompt_tokens - on_decode) * self._costs.transfer
+        local = self._local(request, group, on_decode, now)
+        cost = np.minimum(moved, local) + group.decode.values[REQUESTS] * self._weights.decode_request_seconds
         row = self._row(request, group.decode, cost)
         if row is None or not math.isfinite(cost[row]):
             return None
         decode = group.decode.loads[row]
-        if prefill is None or local[row] <= apart[row]:
+        if prefill is None or local[row] <= moved[row]:
             route = self._route(request, None, decode, int(on_decode[row]))
         else:
-            pod = group.prefill.loads[prefill]
-            route = self._route(request, pod, decode, int(on_prefill[prefill]))
+            route = self._route(request, group.prefill.loads[prefill], decode, int(on_prefill[prefill]))
         return _Option(float(cost[row]), route)
 
     def _prefill(self, request: RouteRequest, group: Group, hits: Floats, now: float) -> tuple[int | None, float]:
-        """The best prefill pod's row, and the seconds until it has computed the prompt; infinitely many where none is to be had
-        now."""
+        """The cheapest prefill pod's row, and its cost; infinite where none is to be had now."""
         if not group.prefill.loads:
             return None, math.inf
         values = group.prefill.values
         wait = _wait(values, now)
-        computing = self._costs.seconds_by_pod(request.num_prompt_tokens - hits, hits, values[SLOWNESS])
-        weights = self._weights
-        age = np.minimum(1.0, (now - values[BEGUN_AT]) / MEMORY_SECONDS)
-        busy = values[BEGUN] * (1.0 - age) / MEMORY_SECONDS
-        whole = self._costs.seconds(request.num_prompt_tokens, 0)
-        cost = wait + weights.computing * computing + weights.evenness * busy * whole
-        worth_a_queue = (2 * hits >= request.num_prompt_tokens) & (wait <= weights.longest_wait_seconds)
-        possible = (values[STARTABLE] > 0) | worth_a_queue
+        cost = self._computing(request, values, wait, hits, now)
+        startable = values[STARTABLE] > 0
+        if not startable.all():
+            longest = self._weights.longest_wait_seconds
+            worth_a_queue = (2 * hits >= request.num_prompt_tokens) & (wait <= longest)
+            cost[~(startable | worth_a_queue)] = math.inf
         if request.excluded:
-            possible &= ~group.prefill.among(request.excluded)
-        cost[~possible] = math.inf
+            cost[group.prefill.among(request.excluded)] = math.inf
         row = int(cost.argmin())
-        if cost[row] == math.inf:
-            return None, math.inf
-        return row, float(wait[row] + computing[row])
+        return (row, float(cost[row])) if math.isfinite(cost[row]) else (None, math.inf)
 
-    def _local_seconds(self, request: RouteRequest, group: Group, hits: Floats, now: float) -> Floats:
-        """Until each decode pod would have computed the prompt by itself; infinitely many where it should not."""
+    def _local(self, request: RouteRequest, group: Group, hits: Floats, now: float) -> Floats:
+        """What it costs that each decode pod computes the prompt itself; infinitely much where it should not."""
         values = group.decode.values
-        rest = request.num_prompt_tokens - hits
-        computing = self._costs.seconds_by_pod(rest, hits, values[SLOWNESS])
-        seconds: Floats = (_wait(values, now) + computing) * (1.0 + self._weights.disturbance * values[REQUESTS])
         living = any(pod not in request.excluded for pod in group.prefill.loads)
         if living and request.num_prompt_tokens >= self._local_prefill_tokens:
             # Half of it must be there: a pod without a prefix leaves prompts to those whose part they are.
-            able = (hits >= rest) | group.decode.self_sufficient
-            seconds[~able] = math.inf
-        return seconds
+            able = (2 * hits >= request.num_prompt_tokens) | group.decode.self_sufficient
+            if not able.any():
+                return np.full(len(hits), math.inf)
+        else:
+            able = np.ones(len(hits), np.bool_)
+        cost = self._computing(request, values, _wait(values, now), hits, now)
+        cost *= 1.0 + self._weights.disturbance * values[REQUESTS]
+        return np.where(able, cost, math.inf)
+
+    def _computing(self, request: RouteRequest, values: Floats, wait: Floats, hits: Floats, now: float) -> Floats:
+        """The costs of computing on each pod what is not a hit there, after all that it has to compute already."""
+        weights = self._weights
+        rest = self._costs.seconds_by_pod(request.num_prompt_tokens - hits, hits, values[SLOWNESS])
+        age = np.minimum(1.0, (now - values[BEGUN_AT]) / MEMORY_SECONDS)
+        busy = values[BEGUN] * (1.0 - age) / MEMORY_SECONDS
+        whole = self._costs.seconds(request.num_prompt_tokens, 0)
+        cost: Floats = wait + weights.computing * rest + weights.evenness * whole * busy
+        return cost
 
     def _row(self, request: RouteRequest, side: Side, cost: Floats) -> int | None:
         """The cheapest decode pod with room."""
