@@ -162,32 +162,31 @@ class PrefixIndex:
             return
         get = self._masks.get
         living &= get(keys[0], 0)
-        for start in range(0, len(keys), CHUNK):
-            if not living:
-                return
-            if living.bit_count() <= FOLLOWED:
-                yield from self._followed(keys, start, living)
-                return
-            chunk = keys[start : start + CHUNK]
+        at = 1
+        while at < len(keys) and living.bit_count() > FOLLOWED:
+            chunk = keys[at : at + CHUNK]
             if reduce(and_, map(get, chunk, repeat(0)), living) == living:
+                at += len(chunk)
                 continue
-            for at, key in enumerate(chunk, start):
-                still = living & get(key, 0)
-                if still != living:
-                    yield at, living ^ still
-                    living = still
-                    if not living:
-                        return
-        yield len(keys), living
+            # Up to the next one that drops out, after whom few may be left.
+            while (still := living & get(keys[at], 0)) == living:
+                at += 1
+            yield at, living ^ still
+            living = still
+            at += 1
+        if living.bit_count() > FOLLOWED:
+            yield len(keys), living
+        elif living:
+            yield from self._followed(keys, at, living)
 
     def _followed(self, keys: Sequence[BlockId], start: int, living: int) -> Iterator[tuple[int, int]]:
         """As `_drops`, of sources that have all keys before `start`."""
         rest = keys[start:]
         for slot in _bits(living):
-            held = self._sources[self._names[slot] or ""].keys
-            num_blocks = start + len(list(takewhile(held.__contains__, rest)))
-            if num_blocks:
-                yield num_blocks, 1 << slot
+            name = self._names[slot]
+            assert name is not None  # bits of former sources are in no class
+            num_blocks = start + len(list(takewhile(self._sources[name].keys.__contains__, rest)))
+            yield num_blocks, 1 << slot
 
     def _take_slot(self, pod_id: str, block_size: int) -> int:
         if self._free:
