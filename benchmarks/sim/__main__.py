@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.sim", description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines in Mooncake's format")
     parser.add_argument("--limit", type=int, help="requests of the trace that are used; default all")
-    parser.add_argument("--pods", default="8", help="prefill pods, and as many decode pods [%(default)s]")
+    parser.add_argument("--pods", default="8", help="prefill pods [%(default)s]")
     parser.add_argument("--policy", default=",".join(POLICIES), help="[%(default)s]")
     parser.add_argument(
         "--cache-share", default="0.1", help="of the distinct blocks, in each pod's cache; or unlimited [%(default)s]"

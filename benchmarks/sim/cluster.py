@@ -16,8 +16,11 @@ from kvrelay.router.policy import PodsView, RouteRequest
 from kvrelay.router.prefixindex import PrefixIndex
 
 
+NUM_DECODE = 8
+
+
 class Cluster:
-    """As many prefill as decode pods, and one router. Run once."""
+    """Prefill pods, some decode pods, which bound nothing, and one router. Run once."""
 
     def __init__(
         self, num_pods: int, policy: PolicyName, profile: Profile, *, capacity: int | None, **options: object
@@ -32,7 +35,7 @@ class Cluster:
         self._costs = Costs()
         self._policy = make_policy(policy, 0, self._index, self._costs, clock=lambda: self.now, **options)
         self.prefill = [PrefillPod(f"p{i}", profile, Cache(capacity), lambda: self.now) for i in range(num_pods)]
-        decode = [DecodePod(f"d{i}", lambda: self.now) for i in range(num_pods)]
+        decode = [DecodePod(f"d{i}", lambda: self.now) for i in range(NUM_DECODE)]
         for pod in self.prefill:
             self._index.add_pod(pod.load.pod_id, BLOCK)
         self._prefill_of: dict[Load, PrefillPod] = {pod.load: pod for pod in self.prefill}

@@ -67,13 +67,13 @@ def measure(
     )
 
 
-def capacity(keeps_up: Callable[[float], bool], guess: float, steps: int = 7) -> float:
+def capacity(keeps_up: Callable[[float], bool], guess: float, steps: int = 6) -> float:
     """The highest rate that is kept up with, by bisection, to a hundredth part or so."""
-    low, high = guess / 2, guess * 2
+    low, high = guess * 0.7, guess * 1.4
     while not keeps_up(low):
-        low, high = low / 2, low
+        low, high = low * 0.7, low
     while keeps_up(high):
-        low, high = high, high * 2
+        low, high = high, high * 1.4
     for _ in range(steps):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if keeps_up(middle) else (low, middle)

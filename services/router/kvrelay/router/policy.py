@@ -88,10 +88,12 @@ def with_room(request: RouteRequest, pods: PodsView) -> list[Load]:
     living = pods.decode
     if request.group is not None:
         living = [pod for pod in living if pod.group == request.group]
-    # Several choices may need more than any pod has: the largest one takes them when it is empty, and preempts.
-    most = max(map(_NUM_TOKENS, living), default=0)
-    need = min(request.num_prompt_tokens + request.num_choices, most)
-    free = [pod for pod in living if pod.startable and pod.free_tokens >= need]
+    need = request.num_prompt_tokens + request.num_choices
+    free = [pod for pod in living if pod.free_tokens >= need and pod.startable]
+    if not free and living:
+        # Several choices may need more than any pod has: the largest one takes them when it is empty, and preempts.
+        need = min(need, max(map(_NUM_TOKENS, living)))
+        free = [pod for pod in living if pod.free_tokens >= need and pod.startable]
     if request.excluded:
         free = [pod for pod in free if pod not in request.excluded] or free
     return free
@@ -113,7 +115,9 @@ def paired(
         decode = pick_decode(free)
     if decode.self_sufficient or request.num_prompt_tokens < local_prefill_tokens:
         return Route(None, decode)
-    living = [pod for pod in pods.prefill.get(decode.group, ()) if pod not in request.excluded]
+    living = pods.prefill.get(decode.group, ())
+    if request.excluded:
+        living = [pod for pod in living if pod not in request.excluded]
     if not living:
         return Route(None, decode)
     free = [pod for pod in living if pod.startable]
