@@ -15,7 +15,6 @@ from kvrelay.router.policies import PolicyName, make_policy
 from kvrelay.router.policy import PodsView, RouteRequest
 from kvrelay.router.prefixindex import PrefixIndex
 
-
 NUM_DECODE = 8
 
 

@@ -128,9 +128,10 @@ class Run:
 
     async def _place(self) -> Placement:
         asked = self._prepared.request
-        if self._attempt == 0:
-            work = self._dispatcher.prompt_ids(asked.prompt_token_ids, extra_keys(asked.cache_salt))
-            self._prompt = await self._unless_interrupted(work)
+        if self._attempt == 0 and self._dispatcher.reads_prompts:
+            self._prompt = PromptIds(asked.prompt_token_ids, extra_keys(asked.cache_salt))
+            if self._prompt.takes_long:
+                await self._unless_interrupted(self._prompt.prepare(self._dispatcher.pods.fingerprints))
         request = RouteRequest(
             num_prompt_tokens=len(asked.prompt_token_ids) + self._delivery.num_tokens,
             num_choices=asked.sampling.n,

@@ -1,7 +1,5 @@
 """Puts requests on pods: the policy's answer on the pods of now, or a wait in the queue."""
 
-from collections.abc import Sequence
-
 from kvrelay.common.access import PodAccess
 from kvrelay.common.ids import RouterId
 from kvrelay.router.costs import Costs
@@ -9,7 +7,6 @@ from kvrelay.router.placement import Placement
 from kvrelay.router.pods import Pod
 from kvrelay.router.policy import Policy, Route, RouteRequest
 from kvrelay.router.pool import Directory, Pods
-from kvrelay.router.prompt import PromptIds
 from kvrelay.router.queue import Queue
 
 
@@ -30,6 +27,7 @@ class Dispatcher:
     ) -> None:
         self.queue = Queue(self._claim, max_waiting=max_waiting)
         self.pods = Pods(directory, router_id, access, self.queue.dispatch, tokenizer=tokenizer)
+        self.reads_prompts = policy.reads_prompts
         self._policy = policy
         self._costs = costs
         self._patience_seconds = patience_seconds
@@ -40,14 +38,6 @@ class Dispatcher:
     async def close(self) -> None:
         self.queue.close()
         await self.pods.close()
-
-    async def prompt_ids(self, tokens: Sequence[int], extra_keys: Sequence[str]) -> PromptIds | None:
-        """Hashed for the models in view; None: the policy does not ask for them."""
-        if not self._policy.reads_prompts:
-            return None
-        ids = PromptIds(tokens, extra_keys)
-        await ids.prepare(self.pods.fingerprints)
-        return ids
 
     async def place(self, request: RouteRequest, *, priority: int, readmitted: bool) -> Placement:
         """Waits for room. Raises Overloaded where too many wait already, Unavailable where no pod lives for a while."""

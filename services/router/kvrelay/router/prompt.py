@@ -18,6 +18,11 @@ class PromptIds:
         self._extra_keys = extra_keys
         self._ids: dict[Fingerprint, list[BlockId]] = {}
 
+    @property
+    def takes_long(self) -> bool:
+        """Worth a `prepare` before `ids`."""
+        return len(self._tokens) > AT_ONCE
+
     def ids(self, fingerprint: Fingerprint) -> Sequence[BlockId]:
         """Of all full spans of 16 tokens."""
         known = self._ids.get(fingerprint)
