@@ -41,6 +41,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--copies", type=int, default=1, help="of the trace, side by side, sharing nothing [%(default)s]"
     )
+    parser.add_argument("--no-reports", action="store_true", help="of load, from pods to the router")
+    parser.add_argument("--no-events", action="store_true", help="of blocks, from pods to the router")
     parser.add_argument("--profile", default="h200-8b", help="of profiles/, what pods cost [%(default)s]")
     parser.add_argument("--out", type=Path, help="results as JSON")
     return parser.parse_args()
@@ -49,15 +51,28 @@ def arguments() -> argparse.Namespace:
 class Experiment:
     """One trace, one kind of pod, one size of caches."""
 
-    def __init__(self, lines: Sequence[Line], profile: Profile, cache_share: float | None, copies: int) -> None:
+    def __init__(
+        self,
+        lines: Sequence[Line],
+        profile: Profile,
+        cache_share: float | None,
+        copies: int,
+        *,
+        reports: bool,
+        events: bool,
+    ) -> None:
         self._lines = lines
+        self._reports = reports
+        self._events = events
         self._profile = profile
         self._copies = copies
         distinct = len({block for line in lines for block in line.hash_ids})
         self._capacity = None if cache_share is None else max(1, round(cache_share * distinct))
 
     def run(self, policy: PolicyName, num_pods: int, rate: float, rate_share: float | None = None) -> Outcome:
-        cluster = Cluster(num_pods, policy, self._profile, capacity=self._capacity)
+        cluster = Cluster(
+            num_pods, policy, self._profile, capacity=self._capacity, reports=self._reports, events=self._events
+        )
         arriving = requests(self._lines, copies=self._copies, rate=rate)
         return measure(policy, cluster, arriving, self._profile, rate, rate_share)
 
@@ -75,7 +90,14 @@ def main() -> None:
     args = arguments()
     lines = read(args.trace, args.limit)
     share = None if args.cache_share == "unlimited" else float(args.cache_share)
-    experiment = Experiment(lines, read_profile(PROFILES / f"{args.profile}.json"), share, args.copies)
+    experiment = Experiment(
+        lines,
+        read_profile(PROFILES / f"{args.profile}.json"),
+        share,
+        args.copies,
+        reports=not args.no_reports,
+        events=not args.no_events,
+    )
     best = infinite_hit_rate(lines)
     outcomes: list[Outcome] = []
     capacities: dict[int, float] = {}

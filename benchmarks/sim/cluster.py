@@ -13,6 +13,7 @@ from kvrelay.router.load import Load
 from kvrelay.router.placement import Placement
 from kvrelay.router.policies import PolicyName, make_policy
 from kvrelay.router.policy import PodsView, RouteRequest
+from kvrelay.router.prefixaware import DEFAULT_WEIGHTS, Weights
 from kvrelay.router.prefixindex import PrefixIndex
 
 NUM_DECODE = 8
@@ -22,17 +23,28 @@ class Cluster:
     """Prefill pods, some decode pods, which bound nothing, and one router. Run once."""
 
     def __init__(
-        self, num_pods: int, policy: PolicyName, profile: Profile, *, capacity: int | None, **options: object
+        self,
+        num_pods: int,
+        policy: PolicyName,
+        profile: Profile,
+        *,
+        capacity: int | None,
+        reports: bool = True,
+        events: bool = True,
+        weights: Weights = DEFAULT_WEIGHTS,
     ) -> None:
-        """`capacity`: blocks of each prefill pod's cache; None: no limit."""
+        """`capacity`: blocks of each prefill pod's cache; None: no limit. Without `reports` each pod says once that it is idle,
+        and nothing more; without `events` the index knows the pods, and none of their blocks."""
         self.now = 0.0
+        self._reports = reports
+        self._events = events
         self._profile = profile
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._queue: deque[Request] = deque()
         self._index = PrefixIndex()
         self._costs = Costs()
-        self._policy = make_policy(policy, 0, self._index, self._costs, clock=lambda: self.now, **options)
+        self._policy = make_policy(policy, 0, self._index, self._costs, weights=weights, clock=lambda: self.now)
         self.prefill = [PrefillPod(f"p{i}", profile, Cache(capacity), lambda: self.now) for i in range(num_pods)]
         decode = [DecodePod(f"d{i}", lambda: self.now) for i in range(NUM_DECODE)]
         for pod in self.prefill:
@@ -88,13 +100,14 @@ class Cluster:
     def _work(self, pod: PrefillPod) -> None:
         if pod.idle_with_work:
             self._at(pod.begin(), lambda: self._finish(pod))
-        if not pod.reporting:
+        if self._reports and not pod.reporting:
             pod.reporting = True
             self._at(self.now + self._profile.status_seconds, lambda: self._report(pod))
 
     def _finish(self, pod: PrefillPod) -> None:
         request, placement, stored, removed = pod.finish()
-        self._at(self.now + self._profile.event_seconds, lambda: self._tell(pod, stored, removed))
+        if self._events:
+            self._at(self.now + self._profile.event_seconds, lambda: self._tell(pod, stored, removed))
         transfer = request.num_prompt * self._profile.transfer_seconds_per_token
         self._at(self.now + transfer, placement.pushed)
         decoding = transfer + request.num_output * self._profile.decode_seconds_per_token

@@ -68,6 +68,16 @@ def test_chats_find_their_pod() -> None:
     assert run("round_robin", 3).hit_rate < 0.9 * best
 
 
+@pytest.mark.parametrize("events", [True, False])
+def test_it_balances_without_reports(events: bool) -> None:
+    """By what the router itself has sent."""
+    arriving = requests(CHATS, copies=8, rate=10.0)
+    cluster = Cluster(8, "prefix_aware", PROFILE, capacity=None, reports=False, events=events)
+    outcome = measure("prefix_aware", cluster, arriving, PROFILE, 10.0, None)
+    assert outcome.load_max_to_mean < 1.3
+    assert outcome.ttft_p99 < 0.5
+
+
 def test_a_small_cache_forgets() -> None:
     assert run("prefix_aware", 2, blocks=20).hit_rate < 0.5 * run("prefix_aware", 2).hit_rate
 
