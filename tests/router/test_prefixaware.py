@@ -1,7 +1,8 @@
 """What a request costs where: prefixes, queues, rooms; by stored blocks, and by what was just sent."""
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -258,3 +259,23 @@ def test_a_pod_that_comes_back_has_nothing() -> None:
     route = bench.choose(ask(tokens))
     assert route is not None
     assert route.num_cached_tokens == 0
+
+
+def test_a_thousand_pods(record_property: Callable[[str, object], None]) -> None:
+    """Figures for many blocks: `python -m benchmarks.decisions`."""
+    names = [f"p{i}" for i in range(500)] + [f"d{i}" for i in range(500)]
+    bench = Bench(*names)
+    common = prompt(0)
+    for name in names:
+        bench.index.stored(name, ids_of(common)[:100])
+    requests = [ask((*common[:2_000], *prompt(seed, 2_000))) for seed in range(100)]
+    for request in requests:
+        assert request.prompt is not None
+        request.prompt.ids(MODEL)
+    begin = time.thread_time()
+    places = [bench.send(request) for request in requests]
+    microseconds = 1e4 * (time.thread_time() - begin)
+    record_property("microseconds_per_choice", microseconds)
+    print("microseconds a choice:", microseconds)
+    for side in (0, 1):
+        assert len({place[side] for place in places}) == 100  # spread: all have the same prefix
