@@ -17,15 +17,19 @@ from tests.router.loads import Clock, pod
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize(("each", "pair"), [(2e-5, 1e-9), (5e-3, 2e-7), (1e-4, 0.0)], ids=["gpu", "cpu", "flat"])
-def test_it_learns_what_prompts_cost(each: float, pair: float) -> None:
+@pytest.mark.parametrize(
+    ("fixed", "each", "pair"),
+    [(0.004, 2e-5, 1e-9), (0.05, 5e-3, 2e-7), (0.0, 1e-4, 0.0)],
+    ids=["gpu", "cpu", "flat"],
+)
+def test_it_learns_what_prompts_cost(fixed: float, each: float, pair: float) -> None:
     costs, load, rng = Costs(), pod("p0"), random.Random(1)
     for _ in range(300):
-        tokens, before = rng.randrange(100, 20_000), rng.randrange(0, 20_000)
+        tokens, before = int(10 ** rng.uniform(0, 4.3)), rng.randrange(0, 20_000)
         noise = rng.uniform(0.9, 1.1)
-        costs.prefilled(load, tokens, before, noise * tokens * (each + pair * (before + tokens / 2)))
-    for tokens, before in ((1_000, 0), (10_000, 0), (2_000, 16_000)):
-        expected = tokens * (each + pair * (before + tokens / 2))
+        costs.prefilled(load, tokens, before, noise * (fixed + tokens * (each + pair * (before + tokens / 2))))
+    for tokens, before in ((1, 1_000), (1_000, 0), (10_000, 0), (2_000, 16_000)):
+        expected = fixed + tokens * (each + pair * (before + tokens / 2))
         assert costs.seconds(tokens, before, load.slowness) == pytest.approx(expected, rel=0.15)
 
 
@@ -37,13 +41,24 @@ def test_the_first_few_requests_already_count() -> None:
     assert costs.seconds(500, 0, load.slowness) == pytest.approx(2.5, rel=0.5)
 
 
+def test_hits_that_leave_little_do_not_make_a_pod_slow() -> None:
+    """A token takes as long as a step does."""
+    costs, load = Costs(), pod("p0")
+    for number in range(300):
+        tokens = (1, 20, 4_000)[number % 3]
+        costs.prefilled(load, tokens, 4_000, 0.005 + tokens * 25e-6)
+    assert load.slowness == pytest.approx(1.0, rel=0.3)
+    assert load.seconds_per_token == pytest.approx(25e-6, rel=0.4)
+    assert costs.seconds(8_000, 0) == pytest.approx(0.2, rel=0.4)
+
+
 def test_nothing_measured_teaches_nothing() -> None:
     costs, load = Costs(), pod("p0")
-    before = (costs.each, costs.pair, costs.transfer)
+    before = (costs.seconds(1_000, 1_000), costs.transfer)
     costs.prefilled(load, 0, 100, 1.0)
     costs.prefilled(load, 100, 0, 0.0)
     costs.transferred(0, 1.0)
-    assert (costs.each, costs.pair, costs.transfer) == before
+    assert (costs.seconds(1_000, 1_000), costs.transfer) == before
     assert load.slowness == 1.0
 
 

@@ -97,12 +97,25 @@ async def test_a_session_stays_on_its_pods(local: Local) -> None:
     assert sorted(await pushes(local)) == [0, 0, 6]
 
 
+async def test_costs_are_measured_where_pods_do_both(model_dir: Path) -> None:
+    local = Local(model_dir)
+    await local.add("b0", "both")
+    try:
+        router = await local.start(policy="prefix_aware")
+        costs = router._dispatcher._costs
+        before = costs.seconds(1_000, 0)
+        await collect(router, await router.prepare(source(max_tokens=3)))
+        assert costs.seconds(1_000, 0) != before
+    finally:
+        await local.close()
+
+
 async def test_costs_are_measured_on_the_way(local: Local) -> None:
     router = await local.start(policy="prefix_aware")
     costs = router._dispatcher._costs
-    before = (costs.each, costs.transfer)
+    before = (costs.seconds(1_000, 0), costs.transfer)
     for _ in range(3):
         await collect(router, await router.prepare(source(max_tokens=3)))
     await local.whole()
-    assert costs.each != before[0]
+    assert costs.seconds(1_000, 0) != before[0]
     assert costs.transfer != before[1]

@@ -185,7 +185,8 @@ class Run:
                 events = self._delivery.note_prompt(logprobs=logprobs)
                 return itertools.chain(events, self._deliver(deltas, Culprit.PREFILL))
             case news.PromptComputed(num_cached_tokens=cached, prompt_logprobs=logprobs):
-                self._note_computed()
+                if self._placement is not None:
+                    self._placement.computed_here(cached)
                 return self._delivery.note_prompt(cached, logprobs)
             case news.PushCompleted():
                 self._decode_speaks = True

@@ -174,6 +174,11 @@ class Load:
         self._since_report_requests = max(self._since_report_requests, self._report.credits)
         self._score()
 
+    @property
+    def computes(self) -> bool:
+        """Prompts, as far as is known here."""
+        return self._own_prefills > 0 or self._report.waiting_tokens > 0
+
     def write_to(self, cells: "array[float]", row: int, stride: int) -> None:
         """From now on its columns in a table of `stride` rows are kept current; those of a former table no more."""
         self._cells, self._row, self._stride = cells, row, stride

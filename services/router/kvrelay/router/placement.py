@@ -40,6 +40,9 @@ class Placement:
         self._started: tuple[float, int] | None = None
         """When, and after how many cached tokens."""
         self._computed_at = 0.0
+        if prefill is None and not decode.load.computes:
+            # It starts at once: what it takes can be told from when it is done.
+            self._started = (self._clock(), 0)
         if prefill is not None:
             prefill.load.begin(self._to_compute, self._tokens, self._seconds)
             decode.load.begin(0, self._kv_tokens)
@@ -54,9 +57,17 @@ class Placement:
         """By the prefill pod."""
         if self._started is not None and self.prefill is not None and self._computing is not None:
             self._computed_at = self._clock()
-            started, num_cached = self._started
-            self._costs.prefilled(self.prefill.load, self._tokens - num_cached, num_cached, self._computed_at - started)
+            self._measured(self.prefill, *self._started)
         self.prefill_done()
+
+    def computed_here(self, num_cached_tokens: int) -> None:
+        """By the decode pod, all but so many tokens."""
+        if self._started is not None and self.prefill is None and self._computing is not None:
+            self._measured(self.decode, self._started[0], num_cached_tokens)
+        self.prefill_done()
+
+    def _measured(self, pod: Pod, started: float, num_cached: int) -> None:
+        self._costs.prefilled(pod.load, self._tokens - num_cached, num_cached, self._clock() - started)
 
     def pushed(self) -> None:
         """All of it is on the decode pod."""
