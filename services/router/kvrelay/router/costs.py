@@ -44,7 +44,8 @@ class Costs:
     def seconds_by_pod(self, num_tokens: Floats, num_before: Floats, slowness: Floats) -> Floats:
         """As `seconds`, for many at once."""
         fixed, each, pair = self._fit.tolist()
-        return slowness * (fixed + num_tokens * (each + pair * (num_before + num_tokens / 2)))
+        seconds: Floats = slowness * (fixed + num_tokens * (each + pair * (num_before + num_tokens / 2)))
+        return seconds
 
     def prefilled(self, pod: Load, num_tokens: int, num_before: int, seconds: float) -> None:
         """It computed so many tokens after so many cached ones in that time."""
