@@ -18,6 +18,10 @@ _FARTHEST: Final = 10.0
 _PRIOR: Final = ((2_048, 0), (16_384, 0), (512, 16_384), (64, 2_048))
 """Prompts (tokens to compute, tokens before them) for which the first guess is believed, until others were seen."""
 _TYPICAL_TOKENS: Final = 2_048
+_EAGER: Final = 32
+"""The first so many requests each make a new fit,"""
+_AT_ONCE: Final = 16
+"""and later ones so many together."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -32,18 +36,20 @@ class Costs:
 
     def __init__(self) -> None:
         self.transfer = DEFAULT_TRANSFER_SECONDS
-        self._fit = np.array(DEFAULT_SECONDS)
+        self._fit = DEFAULT_SECONDS
         self._squares = np.zeros((3, 3))
         self._sums = np.zeros(3)
-        self._measured = False
+        self._num_measured = 0
+        self._new: list[tuple[float, float, float]] = []
+        """Features of requests that are not in the sums yet."""
 
     def seconds(self, num_tokens: float, num_before: float, slowness: float = 1.0) -> float:
-        fixed, each, pair = self._fit.tolist()
-        return float(slowness * (fixed + num_tokens * (each + pair * (num_before + num_tokens / 2))))
+        fixed, each, pair = self._fit
+        return slowness * (fixed + num_tokens * (each + pair * (num_before + num_tokens / 2)))
 
     def seconds_by_pod(self, num_tokens: Floats, num_before: Floats, slowness: Floats) -> Floats:
         """As `seconds`, for many at once."""
-        fixed, each, pair = self._fit.tolist()
+        fixed, each, pair = self._fit
         seconds: Floats = slowness * (fixed + num_tokens * (each + pair * (num_before + num_tokens / 2)))
         return seconds
 
@@ -51,14 +57,15 @@ class Costs:
         """It computed so many tokens after so many cached ones in that time."""
         if num_tokens <= 0 or seconds <= 0:
             return
-        if not self._measured:
-            self._measured = True
+        if not self._num_measured:
             self._begin(seconds / self.seconds(num_tokens, num_before))
         expected = self.seconds(num_tokens, num_before)
         ratio = min(_FARTHEST, max(1 / _FARTHEST, seconds / expected))
         pod.slowness += _GAIN * (ratio - pod.slowness)
         self._add(num_tokens, num_before, ratio * expected)
-        self._solve()
+        self._num_measured += 1
+        if self._num_measured <= _EAGER or len(self._new) >= _AT_ONCE:
+            self._solve()
         pod.seconds_per_token = self.seconds(_TYPICAL_TOKENS, 0, pod.slowness) / _TYPICAL_TOKENS
 
     def transferred(self, num_tokens: int, seconds: float) -> None:
@@ -69,26 +76,31 @@ class Costs:
     def _begin(self, times: float) -> None:
         """The first request says how fast pods are, from graphics processors to laptops; what remains to be learned is how
         much of it is what."""
-        self._fit *= times
+        fixed, each, pair = self._fit
+        self._fit = (fixed * times, each * times, pair * times)
         for num_tokens, num_before in _PRIOR:
             self._add(num_tokens, num_before, self.seconds(num_tokens, num_before))
 
     def _add(self, num_tokens: float, num_before: float, seconds: float) -> None:
-        features = np.array((1.0, num_tokens, num_tokens * (num_before + num_tokens / 2))) / seconds
-        self._squares = _DECAY * self._squares + np.outer(features, features)
-        self._sums = _DECAY * self._sums + features
+        pairs = num_tokens * (num_before + num_tokens / 2)
+        self._new.append((1 / seconds, num_tokens / seconds, pairs / seconds))
 
     def _solve(self) -> None:
         """The parts that would be negative are 0. A little pulls towards the former fit: requests that are all alike do not tell
         the parts apart."""
+        features, decay = np.array(self._new), _DECAY ** len(self._new)
+        self._new.clear()
+        self._squares = decay * self._squares + features.T @ features
+        self._sums = decay * self._sums + features.sum(axis=0)
         scale = np.sqrt(np.diag(self._squares))
         squares = self._squares / np.outer(scale, scale) + 1e-3 * np.eye(3)
-        sums = self._sums / scale + 1e-3 * self._fit * scale
+        sums = self._sums / scale + 1e-3 * np.array(self._fit) * scale
         left = np.arange(3)
         while len(left):
             fit = np.linalg.solve(squares[np.ix_(left, left)], sums[left])
             if (fit > 0).all():
-                self._fit = np.zeros(3)
-                self._fit[left] = fit / scale[left]
+                whole = np.zeros(3)
+                whole[left] = fit / scale[left]
+                self._fit = (float(whole[0]), float(whole[1]), float(whole[2]))
                 return
             left = left[fit > 0]
