@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.common.blocks import BlockHasher
 from kvrelay.common.ids import BlockId, Fingerprint
-from kvrelay.router.board import Side
+from kvrelay.router.board import Group
 from kvrelay.router.costs import Costs
 from kvrelay.router.expected import Expected
 from kvrelay.router.load import BACKLOG, FREE_AT, Load, Report
@@ -63,7 +63,7 @@ def test_nothing_measured_teaches_nothing() -> None:
 
 
 def waiting(load: Load, clock: Clock) -> float:
-    values = Side([load], PrefixIndex(), Expected()).values
+    values = Group([], [load], PrefixIndex(), Expected()).values
     return float(max(0.0, values[FREE_AT, 0] - clock.now, values[BACKLOG, 0]))
 
 

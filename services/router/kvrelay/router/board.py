@@ -13,35 +13,36 @@ from kvrelay.router.policy import PodsView
 from kvrelay.router.prefixindex import Hits, PrefixIndex
 
 
-class Side:
-    """Pods of one part. `values[column]` is current at any time: each load writes its row on each change."""
+class Group:
+    """The pods that can send each other KV: of one model, so of one fingerprint. Rows are prefill pods, then decode pods.
 
-    def __init__(self, loads: Sequence[Load], index: PrefixIndex, expected: Expected) -> None:
-        self.loads = loads
+    `values[column]` is current at any time: each load writes its row on each change.
+    """
+
+    def __init__(self, prefill: Sequence[Load], decode: Sequence[Load], index: PrefixIndex, expected: Expected) -> None:
+        """At least one decode pod."""
+        self.prefill = prefill
+        self.decode = decode
+        self.split = len(prefill)
+        """The row of the first decode pod."""
+        self.fingerprint = decode[0].fingerprint
+        self.self_sufficient = np.array([load.self_sufficient for load in decode], np.bool_)
+        loads = [*prefill, *decode]
         cells = array("d", bytes(8 * COLUMNS * len(loads)))
-        self.values = np.frombuffer(cells).reshape(COLUMNS, len(loads)) if loads else np.zeros((COLUMNS, 0))
+        self.values: Floats = np.frombuffer(cells).reshape(COLUMNS, len(loads))
         for row, load in enumerate(loads):
             load.write_to(cells, row, len(loads))
-        self.self_sufficient = np.array([load.self_sufficient for load in loads], np.bool_)
         self._slots = index.slots(load.pod_id for load in loads)
         self._expected_slots = expected.index.slots(load.pod_id for load in loads)
 
     def hits(self, stored: Hits, expected: Hits) -> Floats:
-        """Tokens by pod: the longer of what it has and of what it is expected to have."""
+        """Tokens by row: the longer of what a pod has and of what it is expected to have."""
         return np.maximum(stored[self._slots], expected[self._expected_slots]).astype(np.float64)
 
-    def among(self, pods: Iterable[Load]) -> npt.NDArray[np.bool_]:
-        chosen = frozenset(pods)
-        return np.fromiter((load in chosen for load in self.loads), np.bool_, len(self.loads))
 
-
-class Group:
-    """The pods that can send each other KV: of one model, so of one fingerprint."""
-
-    def __init__(self, decode: Side, prefill: Side) -> None:
-        self.decode = decode
-        self.prefill = prefill
-        self.fingerprint = decode.loads[0].fingerprint
+def among(loads: Sequence[Load], pods: Iterable[Load]) -> npt.NDArray[np.bool_]:
+    chosen = frozenset(pods)
+    return np.fromiter((load in chosen for load in loads), np.bool_, len(loads))
 
 
 class Board:
@@ -57,8 +58,7 @@ class Board:
         for load in pods.decode:
             by_group.setdefault(load.group, []).append(load)
         self.groups = {
-            number: Group(Side(loads, index, expected), Side(pods.prefill.get(number, ()), index, expected))
-            for number, loads in by_group.items()
+            number: Group(pods.prefill.get(number, ()), loads, index, expected) for number, loads in by_group.items()
         }
 
     def stands(self, pods: PodsView) -> bool:

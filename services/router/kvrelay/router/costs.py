@@ -13,7 +13,7 @@ DEFAULT_TRANSFER_SECONDS: Final = 0.5e-6
 """A token, of what the push ends later than the first token."""
 _DECAY: Final = 0.97
 _GAIN: Final = 0.1
-_FARTHEST: Final = 10.0
+_FARTHEST: Final = 4.0
 """A request counts as no farther from what was expected than so many times."""
 _PRIOR: Final = ((2_048, 0), (16_384, 0), (512, 16_384), (64, 2_048))
 """Prompts (tokens to compute, tokens before them) for which the first guess is believed, until others were seen."""

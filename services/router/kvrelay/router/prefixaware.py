@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from kvrelay.router.board import Board, Group, Side
+from kvrelay.router.board import Board, Group, among
 from kvrelay.router.costs import Costs, Floats
 from kvrelay.router.expected import Expected
 from kvrelay.router.load import (
@@ -109,77 +109,74 @@ class PrefixAware:
 
     def _best(self, request: RouteRequest, group: Group, now: float) -> _Option | None:
         ids = request.prompt.ids(group.fingerprint) if request.prompt is not None else ()
-        stored, expected = self._index.hits(ids), self._expected.hits(ids, now)
-        most = request.num_prompt_tokens - 1  # the last token is always computed
-        on_prefill = np.minimum(group.prefill.hits(stored, expected), most)
-        on_decode = np.minimum(group.decode.hits(stored, expected), most)
-        prefill, apart = self._prefill(request, group, on_prefill, now)
+        hits = group.hits(self._index.hits(ids), self._expected.hits(ids, now))
+        hits = np.minimum(hits, request.num_prompt_tokens - 1)  # the last token is always computed
+        wait = np.maximum(np.maximum(group.values[FREE_AT] - now, group.values[BACKLOG]), 0.0)
+        computing = self._computing(request, group.values, wait, hits, now)
+        split = group.split
+        prefill, apart = self._prefill(request, group, computing[:split], wait[:split], hits[:split])
+        on_decode = hits[split:]
         moved = apart + (request.num_prompt_tokens - on_decode) * self._costs.transfer
-        local = self._local(request, group, on_decode, now)
-        cost = np.minimum(moved, local) + group.decode.values[REQUESTS] * self._weights.decode_request_seconds
-        row = self._row(request, group.decode, cost)
+        local = self._local(request, group, computing[split:], on_decode)
+        requests = group.values[REQUESTS, split:]
+        cost = np.minimum(moved, local) + requests * self._weights.decode_request_seconds
+        row = self._row(request, group, cost)
         if row is None or not math.isfinite(cost[row]):
             return None
-        decode = group.decode.loads[row]
         if prefill is None or local[row] <= moved[row]:
-            route = self._route(request, None, decode, int(on_decode[row]))
+            route = self._route(request, None, group.decode[row], int(on_decode[row]))
         else:
-            route = self._route(request, group.prefill.loads[prefill], decode, int(on_prefill[prefill]))
+            route = self._route(request, group.prefill[prefill], group.decode[row], int(hits[prefill]))
         return _Option(float(cost[row]), route)
-
-    def _prefill(self, request: RouteRequest, group: Group, hits: Floats, now: float) -> tuple[int | None, float]:
-        """The cheapest prefill pod's row, and its cost; infinite where none is to be had now."""
-        if not group.prefill.loads:
-            return None, math.inf
-        values = group.prefill.values
-        wait = _wait(values, now)
-        cost = self._computing(request, values, wait, hits, now)
-        startable = values[STARTABLE] > 0
-        if not startable.all():
-            longest = self._weights.longest_wait_seconds
-            worth_a_queue = (2 * hits >= request.num_prompt_tokens) & (wait <= longest)
-            cost[~(startable | worth_a_queue)] = math.inf
-        if request.excluded:
-            cost[group.prefill.among(request.excluded)] = math.inf
-        row = int(cost.argmin())
-        return (row, float(cost[row])) if math.isfinite(cost[row]) else (None, math.inf)
-
-    def _local(self, request: RouteRequest, group: Group, hits: Floats, now: float) -> Floats:
-        """What it costs that each decode pod computes the prompt itself; infinitely much where it should not."""
-        values = group.decode.values
-        living = any(pod not in request.excluded for pod in group.prefill.loads)
-        if living and request.num_prompt_tokens >= self._local_prefill_tokens:
-            # Half of it must be there: a pod without a prefix leaves prompts to those whose part they are.
-            able = (2 * hits >= request.num_prompt_tokens) | group.decode.self_sufficient
-            if not able.any():
-                return np.full(len(hits), math.inf)
-        else:
-            able = np.ones(len(hits), np.bool_)
-        cost = self._computing(request, values, _wait(values, now), hits, now)
-        cost *= 1.0 + self._weights.disturbance * values[REQUESTS]
-        return np.where(able, cost, math.inf)
 
     def _computing(self, request: RouteRequest, values: Floats, wait: Floats, hits: Floats, now: float) -> Floats:
         """The costs of computing on each pod what is not a hit there, after all that it has to compute already."""
         weights = self._weights
         rest = self._costs.seconds_by_pod(request.num_prompt_tokens - hits, hits, values[SLOWNESS])
         age = np.minimum(1.0, (now - values[BEGUN_AT]) / MEMORY_SECONDS)
-        busy = values[BEGUN] * (1.0 - age) / MEMORY_SECONDS
-        whole = self._costs.seconds(request.num_prompt_tokens, 0)
-        cost: Floats = wait + weights.computing * rest + weights.evenness * whole * busy
+        evenness = weights.evenness * self._costs.seconds(request.num_prompt_tokens, 0) / MEMORY_SECONDS
+        cost: Floats = wait + weights.computing * rest + evenness * values[BEGUN] * (1.0 - age)
         return cost
 
-    def _row(self, request: RouteRequest, side: Side, cost: Floats) -> int | None:
-        """The cheapest decode pod with room."""
+    def _prefill(
+        self, request: RouteRequest, group: Group, computing: Floats, wait: Floats, hits: Floats
+    ) -> tuple[int | None, float]:
+        """The cheapest prefill pod's row, and its cost; infinite where none is to be had now."""
+        if not group.prefill:
+            return None, math.inf
+        cost = computing
+        startable = group.values[STARTABLE, : group.split] > 0
+        if not startable.all():
+            longest = self._weights.longest_wait_seconds
+            worth_a_queue = (2 * hits >= request.num_prompt_tokens) & (wait <= longest)
+            cost = np.where(startable | worth_a_queue, cost, math.inf)
+        if request.excluded:
+            cost = np.where(among(group.prefill, request.excluded), math.inf, cost)
+        row = int(cost.argmin())
+        return (row, float(cost[row])) if math.isfinite(cost[row]) else (None, math.inf)
+
+    def _local(self, request: RouteRequest, group: Group, computing: Floats, hits: Floats) -> Floats:
+        """What it costs that each decode pod computes the prompt itself; infinitely much where it should not."""
+        cost: Floats = computing * (1.0 + self._weights.disturbance * group.values[REQUESTS, group.split :])
+        living = any(pod not in request.excluded for pod in group.prefill)
+        if living and request.num_prompt_tokens >= self._local_prefill_tokens:
+            # Half of it must be there: a pod without a prefix leaves prompts to those whose part they are.
+            able = (2 * hits >= request.num_prompt_tokens) | group.self_sufficient
+            cost = np.where(able, cost, math.inf)
+        return cost
+
+    def _row(self, request: RouteRequest, group: Group, cost: Floats) -> int | None:
+        """Of the cheapest decode pod with room."""
         if request.decode is not None:
-            return next((row for row, load in enumerate(side.loads) if load is request.decode), None)
+            return next((row for row, load in enumerate(group.decode) if load is request.decode), None)
+        room = group.values[ROOM, group.split :]
         need = request.num_prompt_tokens + request.num_choices
-        able = side.values[ROOM] >= need
+        able = room >= need
         if not able.any():
             # Several choices may need more than any pod has: the largest one takes them when it is empty, and preempts.
-            able = side.values[ROOM] >= min(need, max(load.num_tokens for load in side.loads))
+            able = room >= min(need, max(load.num_tokens for load in group.decode))
         if request.excluded:
-            fresh = able & ~side.among(request.excluded)
+            fresh = able & ~among(group.decode, request.excluded)
             able = fresh if fresh.any() else able
         if not able.any():
             return None
@@ -189,9 +186,3 @@ class PrefixAware:
         computing = prefill or decode
         seconds = self._costs.seconds(request.num_prompt_tokens - num_cached, num_cached, computing.slowness)
         return Route(prefill, decode, num_cached, seconds)
-
-
-def _wait(values: Floats, now: float) -> Floats:
-    """Seconds until each pod has computed what it has, by its reports and by what was sent since."""
-    wait: Floats = np.maximum(values[FREE_AT] - now, values[BACKLOG])
-    return np.maximum(wait, 0.0)
