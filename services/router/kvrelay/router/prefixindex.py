@@ -110,7 +110,8 @@ class PrefixIndex:
             self._sources[pod_id] = _Source(source.block_size, self._take_slot(pod_id, source.block_size))
 
     def replace(self, pod_id: str, keys: Sequence[BlockId]) -> None:
-        """It has these blocks and no others. Raises KeyError for a pod that was not added."""
+        """It has these blocks and no others. Of a large snapshot hand over the first part here and the rest to `stored`, so that
+        others get their turn between. Raises KeyError for a pod that was not added."""
         self.clear(pod_id)
         self.stored(pod_id, keys)
 
