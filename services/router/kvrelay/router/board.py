@@ -37,7 +37,7 @@ class Group:
 
     def hits(self, stored: Hits, expected: Hits) -> Floats:
         """Tokens by row: the longer of what a pod has and of what it is expected to have."""
-        return np.maximum(stored[self._slots], expected[self._expected_slots]).astype(np.float64)
+        return np.maximum(stored[self._slots], expected[self._expected_slots])
 
 
 def among(loads: Sequence[Load], pods: Iterable[Load]) -> npt.NDArray[np.bool_]:

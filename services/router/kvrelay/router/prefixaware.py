@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from kvrelay.common.blocks import SPAN
 from kvrelay.router.board import Board, Group, among
 from kvrelay.router.costs import Costs, Floats
 from kvrelay.router.expected import Expected
@@ -110,7 +111,8 @@ class PrefixAware:
     def _best(self, request: RouteRequest, group: Group, now: float) -> _Option | None:
         ids = request.prompt.ids(group.fingerprint) if request.prompt is not None else ()
         hits = group.hits(self._index.hits(ids), self._expected.hits(ids, now))
-        hits = np.minimum(hits, request.num_prompt_tokens - 1)  # the last token is always computed
+        if len(ids) * SPAN >= request.num_prompt_tokens:
+            hits = np.minimum(hits, request.num_prompt_tokens - 1)  # the last token is always computed
         wait = np.maximum(np.maximum(group.values[FREE_AT] - now, group.values[BACKLOG]), 0.0)
         computing = self._computing(request, group.values, wait, hits, now)
         split = group.split

@@ -29,7 +29,8 @@ FEW = 6
 CLEANED = 64
 """Keys of former bits that each change cleans up, beside twice its own number."""
 
-Hits = npt.NDArray[np.int32]
+Hits = npt.NDArray[np.float64]
+"""Tokens by slot; floats, as that is what they are weighed in."""
 
 
 @dataclass(slots=True)
@@ -129,7 +130,7 @@ class PrefixIndex:
 
     def hits(self, ids: Sequence[BlockId]) -> Hits:
         """As `match`, by slot: zeros for those that have none of it. At least one longer than the highest slot."""
-        hits = np.zeros(len(self._names) + 1, np.int32)
+        hits = np.zeros(len(self._names) + 1)
         num_bytes = len(self._names) // 8 + 1
         for tokens, mask in self._levels(ids):
             if mask.bit_count() <= FEW:
@@ -137,7 +138,7 @@ class PrefixIndex:
                     hits[slot] = tokens
             else:
                 packed = np.frombuffer(mask.to_bytes(num_bytes, "little"), np.uint8)
-                hits += np.unpackbits(packed, count=len(hits), bitorder="little") * np.int32(tokens)
+                hits += np.unpackbits(packed, count=len(hits), bitorder="little") * float(tokens)
         return hits
 
     def slots(self, sources: Iterable[str]) -> npt.NDArray[np.intp]:
