@@ -25,6 +25,12 @@ class Sets(defaultdict[PodId, set[BlockId]]):
     def __init__(self) -> None:
         super().__init__(set)
 
+    def add_pod(self, pod_id: PodId, block_size: int) -> None:
+        self[pod_id].clear()
+
+    def remove_pod(self, pod_id: PodId) -> None:
+        self.pop(pod_id, None)
+
     def stored(self, pod_id: PodId, keys: Sequence[BlockId]) -> None:
         self[pod_id].update(keys)
 

@@ -31,6 +31,7 @@ from kvrelay.v1 import pod_pb2, pod_pb2_grpc
 
 LONG = tuple(range(1000, 1080))
 """A prompt that is worth a prefill pod."""
+KNOWN = ("priority", "cache_salt", "session", "timeout_ms", "echo")
 NO_REDIS = "redis://127.0.0.1:1/0"
 
 
@@ -176,7 +177,7 @@ def expected_tokens(request: EngineRequest, config: FakeConfig, choice: int = 0)
 def source(
     prompt: str | tuple[int, ...] | Chat = LONG, request_id: str = "", model: str = "fake", **fields: object
 ) -> GenerateInput:
-    known = {name: fields.pop(name) for name in ("priority", "cache_salt", "timeout_ms", "echo") if name in fields}
+    known = {name: fields.pop(name) for name in KNOWN if name in fields}
     return GenerateInput(
         request_id=RequestId(request_id) if request_id else new_request_id(),
         model=model,

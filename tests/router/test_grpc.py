@@ -95,6 +95,15 @@ async def test_the_earlier_deadline_counts(
     assert low <= (stub.prepared[-1].timeout_ms or 0) <= high
 
 
+async def test_a_session_is_named_in_the_metadata(fronts: Fronts, stub: StubRouter) -> None:
+    async for _ in stub_of(fronts).Generate(request(), metadata=(("x-session-id", "s-1"),)):
+        pass
+    assert stub.prepared[-1].session == "s-1"
+    async for _ in stub_of(fronts).Generate(request()):
+        pass
+    assert stub.prepared[-1].session == ""
+
+
 async def test_without_a_deadline_the_routers_own_counts(fronts: Fronts, stub: StubRouter) -> None:
     async for _ in stub_of(fronts).Generate(request()):
         pass

@@ -317,6 +317,24 @@ async def test_deadlines(
     assert stub.prepared[-1].timeout_ms == expected
 
 
+@pytest.mark.parametrize(
+    ("header", "fields", "expected"),
+    [
+        (None, {}, ""),
+        (None, {"user": "u-1"}, "u-1"),
+        (None, {"user": "u-1", "prompt_cache_key": "k-1"}, "k-1"),
+        ("s-1", {"user": "u-1", "prompt_cache_key": "k-1"}, "s-1"),
+    ],
+)
+async def test_sessions(
+    fronts: Fronts, stub: StubRouter, header: str | None, fields: dict[str, str], expected: str
+) -> None:
+    headers = {} if header is None else {"X-Session-Id": header}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields}
+    assert (await fronts.http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
+    assert stub.prepared[-1].session == expected
+
+
 async def test_a_deadline_that_is_no_number(fronts: Fronts) -> None:
     headers = {"X-Request-Timeout-Ms": "soon"}
     response = await fronts.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "x"}, headers=headers)

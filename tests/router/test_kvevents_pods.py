@@ -7,19 +7,10 @@ import pytest
 
 from kvrelay.common.access import PodAccess
 from kvrelay.common.ids import PodId
-from kvrelay.router import core
-from kvrelay.router.policy import LeastLoaded
 from kvrelay.router.snapshots import Snapshots
-from tests.kvevents import Sets
 from tests.router.cluster import Real, collect, source
 
 pytestmark = pytest.mark.integration
-
-
-class Indexed(LeastLoaded):
-    def __init__(self, local_prefill_tokens: int) -> None:
-        super().__init__(local_prefill_tokens)
-        self.index = Sets()  # type: ignore[assignment]
 
 
 async def _ask(real: Real, *numbers: int) -> None:
@@ -28,7 +19,7 @@ async def _ask(real: Real, *numbers: int) -> None:
         await collect(real.router, await real.router.prepare(source(prompt, max_tokens=2)))
 
 
-async def _same(real: Real, index: Sets, *names: str) -> None:
+async def _same(real: Real, *names: str) -> None:
     """Until the index has of each pod what the pod says, and something."""
     async with asyncio.timeout(10):
         for name in names:
@@ -36,30 +27,21 @@ async def _same(real: Real, index: Sets, *names: str) -> None:
             while True:
                 taken = await Snapshots(PodAccess())(record)
                 keys = {key for piece in taken.pieces for key in piece}
-                if keys and index[PodId(name)] == keys:
+                if keys and real.router.index.keys(name) == keys:
                     break
                 await asyncio.sleep(0.02)
 
 
-async def test_the_index_of_a_router(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Indexed] = []
-
-    def policy(local_prefill_tokens: int) -> Indexed:
-        made.append(Indexed(local_prefill_tokens))
-        return made[-1]
-
-    monkeypatch.setattr(core, "POLICIES", {"least_loaded": policy})
+async def test_the_index_of_a_router(model_dir: Path, tmp_path: Path) -> None:
     real = Real(model_dir, tmp_path)
     try:
-        await real.start("p0", "d0")
-        index = made[0].index
-        assert isinstance(index, Sets)
+        await real.start("p0", "d0", policy="prefix_aware")
         await _ask(real, 1, 2, 3)
-        await _same(real, index, "p0", "d0")
+        await _same(real, "p0", "d0")
         await real.stop_redis()
         await _ask(real, 4, 5)
         await real.start_redis()
-        await _same(real, index, "p0", "d0")
+        await _same(real, "p0", "d0")
         assert real.router._metrics.registry.get_sample_value("kvrelay_router_kv_event_batches_total")
     finally:
         await real.close()

@@ -3,38 +3,17 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
-from kvrelay.common.ids import Epoch, PodId
-from kvrelay.router.load import Load, Report
-from kvrelay.router.policy import LeastLoaded, PodsView, Route, RouteRequest
+from kvrelay.router.costs import Costs
+from kvrelay.router.policies import PolicyName, make_policy
+from kvrelay.router.policy import LeastLoaded, PodsView, RoundRobin, RouteRequest, Session
+from kvrelay.router.prefixindex import PrefixIndex
+from tests.router.loads import ROOMY, chosen, pod, view
 
 pytestmark = pytest.mark.unit
-
-ROOMY = Report(credits=64, num_running=0, num_waiting=0, waiting_tokens=0, free_blocks=1000, num_blocks=1000)
-
-
-def pod(name: str, *, group: int = 0, both: bool = False, **report: int) -> Load:
-    load = Load(PodId(name), Epoch(name), block_size=16, group=group, self_sufficient=both)
-    values = {field: report.get(field, getattr(ROOMY, field)) for field in Report.__dataclass_fields__}
-    load.report(Report(**values))
-    return load
-
-
-def view(*loads: Load) -> PodsView:
-    """Names of prefill pods begin with p."""
-    prefill: dict[int, list[Load]] = {}
-    for load in loads:
-        if load.pod_id.startswith("p"):
-            prefill.setdefault(load.group, []).append(load)
-    return PodsView([load for load in loads if not load.pod_id.startswith("p")], prefill)
-
-
-def chosen(route: Route | None) -> tuple[str, str]:
-    assert route is not None
-    return (route.prefill.pod_id if route.prefill else "", route.decode.pod_id)
-
 
 ASK = RouteRequest(num_prompt_tokens=100)
 
@@ -60,7 +39,7 @@ def test_own_requests_count_before_the_pod_reports_them() -> None:
     assert chosen(LeastLoaded(32).choose(ASK, view(busy, idle))) == ("", "d1")
     busy.report(ROOMY)  # the report may be older than what was begun: it still counts
     assert busy.decode_score >= 1
-    busy.computed(100)
+    busy.computed(100, 100)
     busy.end(100)
     assert busy.decode_score == idle.decode_score
 
@@ -110,6 +89,73 @@ def test_failed_pods_come_last() -> None:
 def test_a_later_attempt_stays_with_its_model() -> None:
     pods = view(pod("d0"), pod("d1", group=1, num_running=9), pod("p1", group=1))
     assert chosen(LeastLoaded(32).choose(RouteRequest(100, group=1), pods)) == ("p1", "d1")
+
+
+def go(policy: LeastLoaded | RoundRobin | Session, ask: RouteRequest, pods: PodsView) -> tuple[str, str]:
+    route = policy.choose(ask, pods)
+    assert route is not None
+    policy.placed(ask, route)
+    return chosen(route)
+
+
+def test_one_after_the_other() -> None:
+    policy = RoundRobin(32)
+    pods = view(pod("p0"), pod("p1"), pod("p2", waiting_tokens=900), pod("d0"), pod("d1", num_running=9))
+    taken = [go(policy, ASK, pods) for _ in range(6)]
+    assert taken == [("p0", "d0"), ("p1", "d1"), ("p2", "d0"), ("p0", "d1"), ("p1", "d0"), ("p2", "d1")]
+
+
+def test_a_turn_that_is_not_taken_does_not_count() -> None:
+    policy, pods = RoundRobin(32), view(pod("p0"), pod("p1"), pod("d0"))
+    assert [chosen(policy.choose(ASK, pods))[0] for _ in range(3)] == ["p0"] * 3
+
+
+def test_in_turn_around_a_full_pod_and_with_a_new_one() -> None:
+    policy, p1 = RoundRobin(32), pod("p1", credits=0)
+    p0, p2, d0 = pod("p0"), pod("p2"), pod("d0")
+    pods = view(p0, p1, p2, d0)
+    assert [go(policy, ASK, pods)[0] for _ in range(3)] == ["p0", "p2", "p0"]
+    p1.report(ROOMY)
+    assert go(policy, ASK, pods)[0] == "p1"
+    assert go(policy, ASK, view(p0, p1, p2, pod("p3"), d0))[0] == "p3"
+
+
+def test_a_session_stays_where_it_is() -> None:
+    policy = Session(32)
+    prefill, decode = [pod(f"p{i}") for i in range(8)], [pod(f"d{i}") for i in range(8)]
+    asks = [RouteRequest(100, session=f"session {i}") for i in range(400)]
+    before = [go(policy, ask, view(*prefill, *decode)) for ask in asks]
+    assert before == [go(policy, ask, view(*prefill, *decode)) for ask in asks]
+    share = [sum(place[0] == load.pod_id for place in before) for load in prefill]
+    assert min(share) >= 25, share  # 50 each, more or less
+    # Only the sessions of the pod that is gone move.
+    after = [go(policy, ask, view(*prefill[1:], *decode)) for ask in asks]
+    assert all(a == b for a, b in zip(after, before, strict=True) if b[0] != "p0")
+    assert all(a[0] != "p0" for a in after)
+
+
+def test_a_session_whose_pod_is_full_goes_on_elsewhere_and_comes_back() -> None:
+    policy, loads = Session(32), [pod(f"p{i}") for i in range(4)]
+    pods, ask = view(*loads, pod("d0")), RouteRequest(100, session="mine")
+    home = next(load for load in loads if load.pod_id == go(policy, ask, pods)[0])
+    home.refused()
+    assert go(policy, ask, pods)[0] not in ("", home.pod_id)
+    home.report(ROOMY)
+    assert go(policy, ask, pods)[0] == home.pod_id
+
+
+def test_without_a_session_load_decides() -> None:
+    assert go(Session(32), ASK, view(pod("p0", waiting_tokens=5), pod("p1"), pod("d0")))[0] == "p1"
+
+
+def test_policies_have_names() -> None:
+    made = {name: make_policy(name, 32, PrefixIndex(), Costs()) for name in get_args(PolicyName)}
+    assert {name: type(policy).__name__ for name, policy in made.items()} == {
+        "least_loaded": "LeastLoaded",
+        "round_robin": "RoundRobin",
+        "prefix_aware": "PrefixAware",
+        "session": "Session",
+    }
 
 
 def test_a_thousand_pods(record_property: Callable[[str, object], None]) -> None:

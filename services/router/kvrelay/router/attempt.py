@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrelay.common.blocks import extra_keys
 from kvrelay.common.errors import DeadlineExceeded, KvrelayError, Overloaded, Unavailable, error_from
 from kvrelay.common.request import ChoiceDelta, EngineRequest, FinishReason
 from kvrelay.router import news
@@ -29,6 +30,7 @@ from kvrelay.router.metrics import Observer
 from kvrelay.router.placement import Placement
 from kvrelay.router.pods import Pod
 from kvrelay.router.policy import RouteRequest
+from kvrelay.router.prompt import PromptIds
 from kvrelay.router.recovery import AttemptFailed, Culprit, Retries
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class Run:
         self._interruption: KvrelayError | None = None
         self._wait: asyncio.Timeout | None = None
         """Around what an interruption has to end: all waits but that for news."""
+        self._prompt: PromptIds | None = None
         self._attempt = 0
         self._failures = 0
         self._group: int | None = None
@@ -106,7 +109,7 @@ class Run:
     async def _start(self) -> None:
         """A place, a reservation, and a prefill under way."""
         place = self._placement = await self._place()
-        self._observer.placed()
+        self._observer.placed(place)
         self._attempt += 1
         self._decode_speaks = False
         self._decode_finished.clear()
@@ -128,18 +131,25 @@ class Run:
             self._prefill = asyncio.create_task(call, name=f"prefill {self._id}")
 
     async def _place(self) -> Placement:
+        asked = self._prepared.request
+        if self._attempt == 0 and self._dispatcher.reads_prompts:
+            self._prompt = PromptIds(asked.prompt_token_ids, extra_keys(asked.cache_salt))
+            if self._prompt.takes_long:
+                await self._unless_interrupted(self._prompt.prepare(self._dispatcher.pods.fingerprints))
         request = RouteRequest(
-            num_prompt_tokens=len(self._prepared.request.prompt_token_ids) + self._delivery.num_tokens,
-            num_choices=self._prepared.request.sampling.n,
+            num_prompt_tokens=len(asked.prompt_token_ids) + self._delivery.num_tokens,
+            num_choices=asked.sampling.n,
             decode=self._kept.load if self._kept is not None else None,
             group=self._group if self._delivery.num_tokens else None,
             excluded=self._excluded,
+            prompt=self._prompt,
+            session=self._prepared.input.session,
         )
         if self._kept is not None:
             kept, self._kept = self._kept, None
             return self._dispatcher.beside(kept, request)
-        work = self._dispatcher.place(request, priority=self._prepared.request.priority, readmitted=self._attempt > 0)
-        return await self._unless_interrupted(work)
+        placing = self._dispatcher.place(request, priority=asked.priority, readmitted=self._attempt > 0)
+        return await self._unless_interrupted(placing)
 
     def _request(self) -> EngineRequest:
         """As pods see it now."""
@@ -170,16 +180,22 @@ class Run:
     def _take_current(self, item: news.OfAttempt) -> Sequence[Event]:
         match item:
             case news.PrefillStarted(num_cached_tokens=cached):
+                if self._placement is not None:
+                    self._placement.prefill_started(cached)
                 return self._delivery.note_prompt(cached)
             case news.FirstTokens(deltas=deltas, prompt_logprobs=logprobs):
                 self._check(deltas, Culprit.PREFILL)
-                self._note_computed()
+                if self._placement is not None:
+                    self._placement.first_token()
                 return [*self._delivery.note_prompt(logprobs=logprobs), *self._deliver(deltas)]
             case news.PromptComputed(num_cached_tokens=cached, prompt_logprobs=logprobs):
-                self._note_computed()
+                if self._placement is not None:
+                    self._placement.computed_here(cached)
                 return self._delivery.note_prompt(cached, logprobs)
             case news.PushCompleted():
                 self._decode_speaks = True
+                if self._placement is not None:
+                    self._placement.pushed()
             case news.PrefillFailed(error=error):
                 if not (self._decode_speaks and self._delivery.prompt_known):
                     raise AttemptFailed(error, Culprit.PREFILL)

@@ -17,6 +17,7 @@ from kvrelay.common.ids import Fingerprint, RequestId, RouterId
 from kvrelay.common.text import ChoiceText, StopPatterns
 from kvrelay.router.attempt import Run
 from kvrelay.router.background import Background
+from kvrelay.router.costs import Costs
 from kvrelay.router.delivery import Delivery
 from kvrelay.router.dispatch import Dispatcher
 from kvrelay.router.entries import Entries
@@ -24,8 +25,10 @@ from kvrelay.router.job import Chat, Event, GenerateInput, ModelInfo, PreparedRe
 from kvrelay.router.kvevents import EventReader, KvEventMetrics
 from kvrelay.router.metrics import Metrics, Observer
 from kvrelay.router.model import ServedModel
-from kvrelay.router.policy import POLICIES, PodsView, Policy
+from kvrelay.router.policies import make_policy
+from kvrelay.router.policy import PodsView
 from kvrelay.router.pool import Directory
+from kvrelay.router.prefixindex import PrefixIndex
 from kvrelay.router.prepare import Preparer
 from kvrelay.router.recovery import Retries
 from kvrelay.router.settings import RouterSettings
@@ -55,9 +58,13 @@ class Router:
             max_timeout_ms=settings.max_timeout_ms,
         )
         self._entries = Entries(self._model.tokenizer)
-        policy: Policy = POLICIES[settings.policy](settings.local_prefill_tokens)
+        costs = Costs()
+        self.index = PrefixIndex()
+        """Of the pods' blocks; empty where the policy does not ask for it."""
+        policy = make_policy(settings.policy, settings.local_prefill_tokens, self.index, costs)
         self._dispatcher = Dispatcher(
             policy,
+            costs,
             directory,
             self.router_id,
             settings.pod_access(),
@@ -67,16 +74,16 @@ class Router:
         )
         self._retries = Retries(settings.max_failures)
         self._background = Background()
-        self._metrics = Metrics(registry, self._model.name)
+        self._metrics = Metrics(registry, self._model.name, settings.policy)
         self._runs: dict[RequestId, Run] = {}
         self._metrics.watch(lambda: len(self._runs), lambda: len(self._dispatcher.queue))
         self._kv_events: EventReader | None = None
-        if policy.index is not None:
+        if policy.reads_prompts:
             self._kv_events = EventReader(
                 settings.redis_url,
                 settings.cluster,
                 directory,
-                policy.index,
+                self.index,
                 Snapshots(settings.pod_access()),
                 KvEventMetrics(registry),
             )

@@ -2,9 +2,10 @@
 
 from kvrelay.common.access import PodAccess
 from kvrelay.common.ids import RouterId
+from kvrelay.router.costs import Costs
 from kvrelay.router.placement import Placement
 from kvrelay.router.pods import Pod
-from kvrelay.router.policy import Policy, RouteRequest
+from kvrelay.router.policy import Policy, Route, RouteRequest
 from kvrelay.router.pool import Directory, Pods
 from kvrelay.router.queue import Queue
 
@@ -15,6 +16,7 @@ class Dispatcher:
     def __init__(
         self,
         policy: Policy,
+        costs: Costs,
         directory: Directory,
         router_id: RouterId,
         access: PodAccess,
@@ -25,7 +27,9 @@ class Dispatcher:
     ) -> None:
         self.queue = Queue(self._claim, max_waiting=max_waiting)
         self.pods = Pods(directory, router_id, access, self.queue.dispatch, tokenizer=tokenizer)
+        self.reads_prompts = policy.reads_prompts
         self._policy = policy
+        self._costs = costs
         self._patience_seconds = patience_seconds
 
     async def start(self) -> None:
@@ -47,13 +51,17 @@ class Dispatcher:
 
     def beside(self, decode: Pod, request: RouteRequest) -> Placement:
         """With `request.decode` kept. It waits for no prefill pod: where none can start now, the decode pod computes."""
-        route = self._policy.choose(request, self.pods.view)
-        prefill = self.pods[route.prefill] if route is not None and route.prefill is not None else None
-        return Placement(prefill, decode, request, self.queue.dispatch)
+        return self._placement(
+            decode, request, self._policy.choose(request, self.pods.view) or Route(None, decode.load)
+        )
 
     def _claim(self, request: RouteRequest) -> Placement | None:
         route = self._policy.choose(request, self.pods.view)
         if route is None:
             return None
+        return self._placement(self.pods[route.decode], request, route)
+
+    def _placement(self, decode: Pod, request: RouteRequest, route: Route) -> Placement:
         prefill = self.pods[route.prefill] if route.prefill is not None else None
-        return Placement(prefill, self.pods[route.decode], request, self.queue.dispatch)
+        self._policy.placed(request, route)
+        return Placement(prefill, decode, request, route, self._costs, self.queue.dispatch)

@@ -37,6 +37,8 @@ class GenerateInput(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = SamplingParams()
     priority: int = 0
     cache_salt: str = ""
+    session: str = ""
+    """The client's key of what belongs together, as long as it likes; empty: none."""
     timeout_ms: int | None = None
     add_special_tokens: bool = True
     echo: bool = False

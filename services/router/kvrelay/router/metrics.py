@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kvrelay.common.errors import KvrelayError
 from kvrelay.common.request import ChoiceDelta, FinishReason
 from kvrelay.router.job import ChoiceEvent, Event, PreparedRequest, PromptEvent, UsageEvent
+from kvrelay.router.placement import Placement
 from kvrelay.router.recovery import Culprit
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -18,7 +19,8 @@ _BETWEEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0
 class Metrics:
     """One a router, in the registry that `/metrics` shows."""
 
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model: str, policy: str = "") -> None:
+        self._policy = policy
         self.registry = registry
         self._model = model
 
@@ -35,6 +37,23 @@ class Metrics:
             "kvrelay_router_stale_tokens", "Tokens of attempts that were given up, not taken", registry=registry
         )
         self._ended = functools.cache(self._requests.labels)
+        self._decisions = Counter(
+            "kvrelay_router_decisions",
+            "Choices of pods, by policy and by the part that computes the prompt",
+            ["policy", "prefill"],
+            registry=registry,
+        )
+        self._predicted = Counter(
+            "kvrelay_router_predicted_cached_tokens",
+            "Prompt tokens of finished requests that the policy believed to be cached where it sent them",
+            registry=registry,
+        )
+        self._mispredicted = Counter(
+            "kvrelay_router_mispredicted_tokens",
+            "Of those, the ones that were not; and cached ones that it did not know of",
+            ["kind"],
+            registry=registry,
+        )
         success = Counter(
             "vllm:request_success", "Choices that finished", ["model_name", "finished_reason"], registry=registry
         )
@@ -80,6 +99,15 @@ class Metrics:
     def count_tokens(self, num_tokens: int) -> None:
         self._generation_tokens.inc(num_tokens)
 
+    def count_decision(self, place: Placement) -> None:
+        self._decisions.labels(self._policy, "decode" if place.prefill is None else "prefill").inc()
+
+    def count_prediction(self, predicted: int, actual: int) -> None:
+        """Tokens of one request."""
+        self._predicted.inc(predicted)
+        self._mispredicted.labels("missing").inc(max(0, predicted - actual))
+        self._mispredicted.labels("unknown").inc(max(0, actual - predicted))
+
     def count_usage(self, usage: UsageEvent) -> None:
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._cached_tokens.inc(usage.cached_tokens)
@@ -92,12 +120,15 @@ class Observer:
         self._metrics = metrics
         self._arrival = prepared.arrival
         self._placed = False
+        self._predicted = 0
         self._last: dict[int, float] = {}
         """Of each choice: when its last token passed."""
         self._status = "cancelled"
         """Unless something else becomes of it: its client leaves."""
 
-    def placed(self) -> None:
+    def placed(self, place: Placement) -> None:
+        self._metrics.count_decision(place)
+        self._predicted = place.num_predicted_tokens
         if not self._placed:
             self._placed = True
             self._metrics.queued.observe(time.monotonic() - self._arrival)
@@ -122,6 +153,7 @@ class Observer:
             case UsageEvent():
                 self._status = "ok"
                 self._metrics.count_usage(event)
+                self._metrics.count_prediction(self._predicted, event.cached_tokens)
                 self._metrics.whole.observe(time.monotonic() - self._arrival)
             case PromptEvent():
                 pass

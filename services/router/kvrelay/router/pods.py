@@ -88,6 +88,7 @@ class Pod:
             block_size=max((part.block_size for part in record.layout.groups), default=1),
             group=group,
             self_sufficient=record.role == "both",
+            fingerprint=record.fingerprint,
         )
         self.num_kv_tokens = record.num_blocks * self.load.block_size
         self.usable = False

@@ -8,7 +8,7 @@ from typing import Protocol
 from kvrelay.common.access import PodAccess
 from kvrelay.common.discovery import PodRecord, RetryPolicy
 from kvrelay.common.errors import IncompatibleLayout, KvrelayError
-from kvrelay.common.ids import Epoch, PodId, RouterId
+from kvrelay.common.ids import Epoch, Fingerprint, PodId, RouterId
 from kvrelay.common.layout import KvLayout, check_compatible
 from kvrelay.router.load import Load
 from kvrelay.router.pods import Pod
@@ -45,6 +45,8 @@ class Pods:
     ) -> None:
         """`tokenizer`: the digest of the router's own."""
         self.view = PodsView()
+        self.fingerprints: frozenset[Fingerprint] = frozenset()
+        """Of the pods in view."""
         self._directory = directory
         self._router_id = router_id
         self._access = access
@@ -138,4 +140,5 @@ class Pods:
             if not known.streams:
                 prefill.setdefault(known.load.group, []).append(known.load)
         self.view = PodsView([known.load for known in self._usable.values() if known.streams], prefill)
+        self.fingerprints = frozenset(known.record.fingerprint for known in self._usable.values())
         self._on_change()

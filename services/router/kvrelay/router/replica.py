@@ -13,6 +13,14 @@ FIRST_ENTRY = b"0-0"
 class Index(Protocol):
     """Which pods have which blocks. Called from the event loop, with a few thousand keys at most."""
 
+    def add_pod(self, pod_id: PodId, block_size: int) -> None:
+        """Its blocks may come; `block_size` in tokens."""
+        ...
+
+    def remove_pod(self, pod_id: PodId) -> None:
+        """It has no blocks, and none come."""
+        ...
+
     def stored(self, pod_id: PodId, keys: Sequence[BlockId]) -> None: ...
 
     def removed(self, pod_id: PodId, keys: Sequence[BlockId]) -> None:
@@ -40,6 +48,7 @@ class Replica:
         self.sequence: int | None = None
         """The last batch that the index contains; None: the index is not true, a snapshot is needed."""
         self._index = index
+        index.add_pod(record.pod_id, record.layout.groups[0].block_size)
 
     def apply(self, batch: EventBatch) -> bool:
         """False, and nothing is done: batches are missing before this one. Those of other epochs, and known ones, are ignored."""
@@ -83,4 +92,4 @@ class Replica:
 
     def end(self) -> None:
         """The pod, or this life of it, is gone."""
-        self._index.clear(self.record.pod_id)
+        self._index.remove_pod(self.record.pod_id)

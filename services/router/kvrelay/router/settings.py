@@ -2,12 +2,13 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, SecretStr, model_validator
 
 from kvrelay.common.access import PodAccess, token_option
 from kvrelay.common.settings import ServiceSettings, Size
+from kvrelay.router.policies import PolicyName
 
 MAX_KEY_FILE_BYTES = 1 << 20
 
@@ -45,8 +46,8 @@ class RouterSettings(ServiceSettings):
     """PEM file: the router's own certificate chain, for pods that want to see one."""
     pod_tls_key: Path | None = None
     """PEM file: its private key."""
-    policy: Literal["least_loaded"] = "least_loaded"
-    """How pods are chosen."""
+    policy: PolicyName = "least_loaded"
+    """How pods are chosen: by load, in turn, by prefixes and load, or by the client's session."""
     local_prefill_tokens: int = Field(default=32, ge=0)
     """A decode pod computes prompts shorter than this by itself: moving their KV costs more than it saves. 0: never by length."""
     max_failures: int = Field(default=8, ge=0, le=100)

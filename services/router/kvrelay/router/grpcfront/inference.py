@@ -14,6 +14,8 @@ from kvrelay.router.job import Chat, GenerateInput, Inference
 from kvrelay.v1 import inference_pb2 as pb
 
 INFERENCE: Final = "kvrelay.v1.Inference"
+SESSION_KEY: Final = "x-session-id"
+"""Metadata; as HTTP's header of the name."""
 
 
 class InferenceService:
@@ -87,12 +89,18 @@ def _input(request: pb.GenerateRequest, context: Context) -> GenerateInput:
         sampling=sampling_from_proto(request.sampling),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        session=_session(context),
         timeout_ms=shorter_timeout(
             request.timeout_ms or None, None if remaining is None else max(1, int(remaining * 1000))
         ),
         add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
         echo=request.echo,
     )
+
+
+def _session(context: Context) -> str:
+    value = dict(context.invocation_metadata() or ()).get(SESSION_KEY, "")
+    return value if isinstance(value, str) else value.decode("latin-1")
 
 
 def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...] | Chat:

@@ -23,7 +23,7 @@ class ChatCompletion:
         self.n = 1 if body.n is None else body.n
         self.names: Mapping[str, str] = chat_names(body)
 
-    def inputs(self, answer_id: str, timeout_ms: int | None) -> list[GenerateInput]:
+    def inputs(self, answer_id: str, timeout_ms: int | None, session: str) -> list[GenerateInput]:
         """Raises InvalidRequest, Unsupported."""
         body = self.body
         model = check_model(body.model or "")
@@ -36,6 +36,7 @@ class ChatCompletion:
                 sampling=chat_sampling(body),
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                session=session,
                 timeout_ms=timeout_ms,
                 add_special_tokens=bool(body.add_special_tokens),
             )

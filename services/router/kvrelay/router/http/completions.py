@@ -27,7 +27,7 @@ class Completion:
         self.n = 1 if body.n is None else body.n
         self._sent: dict[int, int] = {}
 
-    def inputs(self, answer_id: str, timeout_ms: int | None) -> list[GenerateInput]:
+    def inputs(self, answer_id: str, timeout_ms: int | None, session: str) -> list[GenerateInput]:
         """Raises InvalidRequest, Unsupported."""
         body = self.body
         model = check_model(body.model or "")
@@ -43,6 +43,7 @@ class Completion:
                 sampling=sampling,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                session=session,
                 timeout_ms=timeout_ms,
                 add_special_tokens=body.add_special_tokens is not False,
                 echo=bool(body.echo),

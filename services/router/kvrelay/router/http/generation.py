@@ -27,6 +27,7 @@ B_co = TypeVar("B_co", bound=GenerateBody, covariant=True)
 READ_SECONDS = 30.0
 """After a request's deadline: for what is left of its answer to be read."""
 _TIMEOUT_HEADER = b"x-request-timeout-ms"
+_SESSION_HEADER = b"x-session-id"
 
 
 class Shape(Protocol[B_co]):
@@ -43,7 +44,7 @@ class Shape(Protocol[B_co]):
         """Fields that this API calls differently than the core."""
         ...
 
-    def inputs(self, answer_id: str, timeout_ms: int | None) -> list[GenerateInput]: ...
+    def inputs(self, answer_id: str, timeout_ms: int | None, session: str) -> list[GenerateInput]: ...
     def head(self, *, stream: bool) -> dict[str, object]: ...
     def chunks(self, job: int, event: Event) -> Iterator[dict[str, object]]: ...
     def extra(self, event: Event) -> dict[str, object]: ...
@@ -64,14 +65,15 @@ class Generation(Generic[B]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = parse(await read_body(scope, receive, self._limit), self._decoder)
         timeout_ms = shorter_timeout(body.timeout_ms, _header_timeout(scope))
-        await until_gone(self._answer(self._shape(body), timeout_ms, send), receive)
+        session = header(scope, _SESSION_HEADER).decode("latin-1") or body.session
+        await until_gone(self._answer(self._shape(body), timeout_ms, session, send), receive)
 
-    async def _answer(self, shape: Shape[B], timeout_ms: int | None, send: Send) -> None:
+    async def _answer(self, shape: Shape[B], timeout_ms: int | None, session: str, send: Send) -> None:
         body = shape.body
         options = _stream_options(body)
         unique = check_request_id(body.request_id) if body.request_id else secrets.token_hex(12)
         answer_id = f"{shape.id_prefix}-{unique}"
-        prepared = await self._prepare(shape.inputs(answer_id, timeout_ms), shape.names)
+        prepared = await self._prepare(shape.inputs(answer_id, timeout_ms, session), shape.names)
         head = {"id": answer_id, **shape.head(stream=bool(body.stream)), **self._about(prepared[0])}
         events = merged([self._router.generate(each) for each in prepared])
         remaining = max(each.deadline for each in prepared) - time.monotonic()

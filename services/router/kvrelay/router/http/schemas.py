@@ -68,6 +68,11 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_transfer_params: object = None
     vllm_xargs: object = None
 
+    @property
+    def session(self) -> str:
+        """What belongs together, as far as the body says so."""
+        return self.user or ""
+
 
 class CompletionBody(GenerateBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[str | int | list[int]]
@@ -135,6 +140,10 @@ class ChatBody(GenerateBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tools: object = None
     verbosity: object = None
     web_search_options: object = None
+
+    @property
+    def session(self) -> str:
+        return self.prompt_cache_key or self.user or ""
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
