@@ -36,7 +36,7 @@ def references(small_dir: Path) -> References:
 @pytest.fixture(scope="module")
 def stack(small_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     options = {"prefill": 2, "decode": 2, "kvstore": 1, "engine_options": {"kvstore-load": "always"}}
-    router = {"local-prefill-tokens": "0"}
+    router = {"local-prefill-tokens": "0", "policy": "round_robin"}
     run_dir = tmp_path_factory.mktemp("run")
     with running(small_dir, run_dir, router_options=router, **options) as stack:
         eventually(lambda: all_attached(stack), "all pods are attached")

@@ -21,7 +21,7 @@ from kvrelay.kvstore.tiers.base import Corrupt
 from kvrelay.kvstore.tiers.blockfile import ID_BYTES, PAGE_BYTES, Damaged, decode_header
 from kvrelay.transfer.block import BlockInfo, checksum
 
-KEY_VERSION: Final = "1"
+KEY_VERSION: Final = "2"
 NAME_MAX_CHARS: Final = 240
 _FIELDS: Final = BlockInfo.__struct_fields__[1:]
 
