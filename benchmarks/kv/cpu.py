@@ -89,7 +89,7 @@ class Pod:
             writing.commit(writing.rooms, self.copier.store(writing.rooms, infos, self.slots[piece]))
 
     async def get(self, connector: KvStoreConnector, ids: Sequence[BlockId]) -> None:
-        load, here = connector.load(ids, 0), 0
+        load, here = connector.load(ids, 0, await connector.find(ids, 0)), 0
         while spans := await load.next():
             whole = self.copier.load(spans, self.slots[here : here + len(spans)])
             load.release(spans)

@@ -157,10 +157,12 @@ async def _put(connector: KvStoreConnector, ids: Sequence[BlockId], identity: Bl
 
 async def _get(connector: KvStoreConnector, ids: Sequence[BlockId]) -> None:
     """Once the index says where they are."""
+    found = await connector.find(ids, 0)
     async with asyncio.timeout(KNOWN_SECONDS):
-        while sum(run.num_spans for run in await connector.find(ids, 0)) < len(ids):
+        while sum(run.num_spans for run in found) < len(ids):
             await asyncio.sleep(0.01)
-    load, here = connector.load(ids, 0), 0
+            found = await connector.find(ids, 0)
+    load, here = connector.load(ids, 0, found), 0
     while spans := await load.next():
         here += len(spans)
         load.release(spans)
