@@ -144,7 +144,7 @@ def identity(block_size: int = 16) -> BlockInfo:
         fingerprint=FINGERPRINT,
         shape=shape_of(cache.layout(FINGERPRINT), "float32"),
         dtype=KvDtype.FLOAT32,
-        size=cache.span_bytes,
+        size=cache.span_bytes(KvDtype.FLOAT32),
     )
 
 
@@ -196,10 +196,10 @@ class Pod:
             own([slot // cache.block_size])
             write_span(slot, data, dtype)
 
-        def read(slot: int, out: NDArray[np.uint8]) -> None:
+        def read(slot: int, out: NDArray[np.uint8], dtype: KvDtype) -> None:
             assert pool.refs[slot // cache.block_size] > 0
             assert pool.keys[slot // cache.block_size] is not None
-            read_span(slot, out)
+            read_span(slot, out, dtype)
 
         self.h.runner.before_write = own
         cache.read_span, cache.write_span = read, write  # type: ignore[method-assign]

@@ -288,7 +288,7 @@ async def test_a_fault_of_ours_costs_one_batch(
     for thread in pod.threads:
         freely(thread)
     with monkeypatch.context() as patch:
-        patch.setattr(pod.h.runner.cache, "read_span", lambda slot, out: 1 / 0)
+        patch.setattr(pod.h.runner.cache, "read_span", lambda slot, out, dtype: 1 / 0)
         await pod.run(pod.h.request("a", PROMPT))
         await pod.stored()
     assert store_of(pod).num_given == 0, "the rooms were given up"

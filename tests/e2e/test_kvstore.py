@@ -56,10 +56,10 @@ def whole(stack: Stack) -> Iterator[None]:
     assert_store_whole(stack.node("kvstore-0"))
 
 
-async def stream(url: str, prompt: Sequence[int]) -> tuple[tuple[int, ...], int]:
+async def stream(url: str, prompt: Sequence[int], **options: str) -> tuple[tuple[int, ...], int]:
     """The tokens, and how many of the prompt's were not computed, as the stream says."""
     body = {"model": "smollm2", "prompt": list(prompt), "temperature": 0, "max_tokens": OUTPUT_TOKENS, "stream": True}
-    body |= {"stream_options": {"include_usage": True}, "return_token_ids": True, "ignore_eos": True}
+    body |= {"stream_options": {"include_usage": True}, "return_token_ids": True, "ignore_eos": True, **options}
     tokens: list[int] = []
     cached = -1
     async with (
@@ -77,9 +77,9 @@ async def stream(url: str, prompt: Sequence[int]) -> tuple[tuple[int, ...], int]
     return tuple(tokens), cached
 
 
-def ask(stack: Stack, references: References, prompt: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def ask(stack: Stack, references: References, prompt: Sequence[int], **options: str) -> tuple[tuple[int, ...], int]:
     """As `stream`, once the answer is known to be right."""
-    tokens, cached = asyncio.run(stream(stack.url, prompt))
+    tokens, cached = asyncio.run(stream(stack.url, prompt, **options))
     references.of(prompt, OUTPUT_TOKENS).check(f"a prompt of {len(prompt)}", tokens)
     return tokens, cached
 
@@ -101,6 +101,18 @@ def test_a_conversation_of_ten_turns_computes_only_what_is_new(stack: Stack, ref
         assert len(prompt) - cached <= len(said) + BLOCK, f"turn {turn}: {cached} of {len(prompt)} were cached"
     used = [pod.name for pod in stack.pods if metric(pod, "kvrelay_pod_prompt_tokens")]
     assert used == [pod.name for pod in stack.pods], "the conversation met only some of the pods"
+
+
+def test_tenants_of_other_salts_share_nothing(stack: Stack, references: References) -> None:
+    prompt = new_tokens(7, 200)
+    for salt in ("", "one", "two"):
+        options = {"cache_salt": salt} if salt else {}
+        _, cached = ask(stack, references, prompt, **options)
+        assert cached == 0, f"salt {salt!r} found what is another's"
+        eventually(lambda: all_stored(stack), "what was computed is stored")
+        for _ in range(2):  # on either prefill pod
+            _, cached = ask(stack, references, prompt, **options)
+            assert cached == 199 // BLOCK * BLOCK
 
 
 def kill_store(stack: Stack) -> None:

@@ -218,6 +218,21 @@ class TestCache:
         found = torch.from_numpy(out).view(torch.bfloat16)[:8]
         assert torch.equal(found.view(torch.int16), values.bfloat16().view(torch.int16))
 
+    @pytest.mark.parametrize("theirs", [*TORCH_DTYPES, KvDtype.FLOAT8_E4M3])
+    @pytest.mark.parametrize("own", list(TORCH_DTYPES))
+    def test_spans_are_read_and_written_as_any_type(self, own: KvDtype, theirs: KvDtype) -> None:
+        kv = cache(dtype=own)
+        kv.data.copy_(torch.randn(kv.data.shape))
+        torch_dtype = torch.float8_e4m3fn if theirs is KvDtype.FLOAT8_E4M3 else TORCH_DTYPES[theirs]
+        out = np.empty(kv.span_bytes(theirs), np.uint8)
+        kv.read_span(3 * 16, out, theirs)
+        expected = kv.data[:, :, 3].to(torch_dtype)
+        assert torch.from_numpy(out).view(torch_dtype).float().equal(expected.float().flatten())
+        other = cache(dtype=own)
+        other.write_span(5 * 16, out, theirs)
+        assert other.data[:, :, 5].equal(expected.to(TORCH_DTYPES[own]))
+        assert int((other.data != 0).flatten(3).any(-1).flatten(0, 1).any(0).sum()) == 1, "no other block is written"
+
     def test_eight_bits_are_rounded_to_nearest_and_kept_within_range(self) -> None:
         edges = [
             448.0,

@@ -116,26 +116,30 @@ class KvCache:
                 convert(rows[side], dtype, converted, self.dtype)
                 self._rows[layer, side][slots] = converted
 
-    @property
-    def span_bytes(self) -> int:
+    def span_bytes(self, dtype: KvDtype) -> int:
         """Of 16 tokens in all layers, as `read_span` gives them."""
-        return self.span_bytes_of(self.dtype)
-
-    def span_bytes_of(self, dtype: KvDtype) -> int:
-        """In a cache of another dtype."""
         return self._model.num_layers * SPAN * 2 * self._model.kv_size * dtype.itemsize
 
-    def read_span(self, slot: int, out: NDArray[np.uint8]) -> None:
-        """The 16 tokens from `slot` on, of one block, into `out` [layers, 2, 16, Hkv, D] as bytes. Uses no thread of torch's."""
-        np.copyto(self._span(out, self.dtype), self._rows[:, :, slot : slot + SPAN])
+    def read_span(self, slot: int, out: NDArray[np.uint8], dtype: KvDtype) -> None:
+        """The 16 tokens from `slot` on, of one block, as `dtype` into `out` [layers, 2, 16, Hkv, D] as bytes.
+
+        Uses no thread of torch's. Raises IncompatibleLayout for a type that is not converted.
+        """
+        rows = self._rows[:, :, slot : slot + SPAN]
+        if dtype is self.dtype:
+            np.copyto(self._span(out, dtype), rows)
+        else:
+            convert(np.ascontiguousarray(rows), self.dtype, self._span(out, dtype), dtype)
 
     def write_span(self, slot: int, data: NDArray[np.uint8], dtype: KvDtype) -> None:
-        """What `read_span` of a cache of `dtype` gave, into the 16 slots from `slot` on."""
+        """What `read_span` gave as `dtype`, into the 16 slots from `slot` on."""
         rows = self._rows[:, :, slot : slot + SPAN]
         if dtype is self.dtype:
             np.copyto(rows, self._span(data, dtype))
         else:
-            convert(self._span(data, dtype), dtype, rows, self.dtype)
+            converted = np.empty(rows.shape, rows.dtype)
+            convert(self._span(data, dtype), dtype, converted, self.dtype)
+            np.copyto(rows, converted)
 
     def _span(self, data: NDArray[np.uint8], dtype: KvDtype) -> Bits:
         return data.view(storage(dtype)).reshape(self._model.num_layers, 2, SPAN, self._model.kv_size)

@@ -98,6 +98,8 @@ class KvStoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls_key: str = ""
     load: str = "auto"
     """auto: what takes less time than to compute it, as measured; or always."""
+    dtype: str = "auto"
+    """In which blocks are stored: auto (that of the KV cache, exact) or a `KvDtype`. Blocks of both are taken."""
 
 
 def _path(kind: type, value: object) -> Path:

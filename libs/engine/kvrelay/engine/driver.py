@@ -41,8 +41,7 @@ class Driver:
         compute: ThreadPoolExecutor,
         changes: CacheChanges,
         connector: Connector | None = None,
-        *,
-        load_always: bool = False,
+        kvstore: KvStoreOptions | None = None,
     ) -> None:
         self._config = config
         self._engine = built.engine
@@ -59,9 +58,8 @@ class Driver:
         self._routers: dict[RequestId, RouterId] = {}
         self._store: KvStorePort | None = None
         if connector is not None:
-            self._store = KvStorePort(
-                built.engine, built.cache, identity_of(built), connector, self._changed, load_always=load_always
-            )
+            identity, always = identity_of(built, kvstore), kvstore is not None and kvstore.load == "always"
+            self._store = KvStorePort(built.engine, built.cache, identity, connector, self._changed, load_always=always)
             self._store.start()
         built.engine.connect(self)
 
@@ -102,9 +100,8 @@ class Driver:
             transport=port.transport.name,
             attention=built.attention,
         )
-        connector = make_connector(kvstore, pod_id, identity_of(built))
-        always = kvstore is not None and kvstore.load == "always"
-        driver = cls(config, built, info, port, channel, compute, changes, connector, load_always=always)
+        connector = make_connector(kvstore, pod_id, built)
+        driver = cls(config, built, info, port, channel, compute, changes, connector, kvstore)
         channel.send(m.Ready(info=info))
         driver._changed()  # the state of an idle engine, above all its credits, is news too
         return driver

@@ -31,7 +31,7 @@ class Copier:
         started = time.monotonic()
         whole = 0
         for span, slot in zip(spans, slots, strict=True):
-            if span.info.size != self.cache.span_bytes_of(span.info.dtype):
+            if span.info.size != self.cache.span_bytes(span.info.dtype):
                 break
             self.cache.write_span(slot, span.data, span.info.dtype)
             if checksum(span.info, span.data.data) != span.info.checksum:
@@ -47,7 +47,7 @@ class Copier:
         return [self._store(room.data, info, slot) for room, info, slot in zip(rooms, infos, slots, strict=True)]
 
     def _store(self, data: Memory, info: BlockInfo, slot: int) -> int:
-        self.cache.read_span(slot, data)
+        self.cache.read_span(slot, data, info.dtype)
         return checksum(info, data.data)
 
     def info(self, block_id: bytes) -> BlockInfo:

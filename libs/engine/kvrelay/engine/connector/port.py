@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvrelay.common.ids import BlockId, PodId
+from kvrelay.common.layout import KvDtype
 from kvrelay.common.tasks import end_task
 from kvrelay.engine.build import Built
 from kvrelay.engine.cache import KvCache
@@ -16,6 +17,7 @@ from kvrelay.engine.connector.copies import Copier
 from kvrelay.engine.connector.kvstore import KvStoreAccess, KvStoreConnector
 from kvrelay.engine.connector.loads import Loads
 from kvrelay.engine.connector.stores import Stores
+from kvrelay.engine.convert import storage
 from kvrelay.engine.core import Engine
 from kvrelay.engine.messages import KvStoreCounters
 from kvrelay.transfer.block import BlockInfo, shape_of
@@ -23,28 +25,31 @@ from kvrelay.transfer.block import BlockInfo, shape_of
 WATCH_SECONDS = 0.25
 
 
-def identity_of(built: Built) -> BlockInfo:
-    """What all spans of this pod have in common."""
+def identity_of(built: Built, options: KvStoreOptions | None) -> BlockInfo:
+    """What all spans that this pod stores have in common. Raises IncompatibleLayout for a dtype that is not converted."""
+    dtype = built.cache.dtype if options is None or options.dtype == "auto" else KvDtype(options.dtype)
+    storage(dtype)
     no_id = BlockId(bytes(16))
     return BlockInfo(
         id=no_id,
         head=no_id,
         fingerprint=built.loaded.fingerprint,
         shape=shape_of(built.layout, str(built.loaded.dtype)),
-        dtype=built.cache.dtype,
-        size=built.cache.span_bytes,
+        dtype=dtype,
+        size=built.cache.span_bytes(dtype),
     )
 
 
-def make_connector(options: KvStoreOptions | None, pod_id: PodId, identity: BlockInfo) -> Connector | None:
-    """None: there is no store."""
+def make_connector(options: KvStoreOptions | None, pod_id: PodId, built: Built) -> Connector | None:
+    """None: there is no store. Raises as `identity_of` does."""
     if options is None:
         return None
-    connectors = [KvStoreConnector(_access(options, address, pod_id, identity)) for address in options.addresses]
+    identity, own = identity_of(built, options), built.cache.dtype
+    connectors = [KvStoreConnector(_access(options, address, pod_id, identity, own)) for address in options.addresses]
     return connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
 
 
-def _access(options: KvStoreOptions, address: str, pod_id: PodId, identity: BlockInfo) -> KvStoreAccess:
+def _access(options: KvStoreOptions, address: str, pod_id: PodId, identity: BlockInfo, own: KvDtype) -> KvStoreAccess:
     ca, cert, key = (Path(p) if p else None for p in (options.tls_ca, options.tls_cert, options.tls_key))
     return KvStoreAccess(
         address=address,
@@ -56,7 +61,7 @@ def _access(options: KvStoreOptions, address: str, pod_id: PodId, identity: Bloc
         fingerprint=identity.fingerprint,
         shape=identity.shape,
         dtype=identity.dtype,
-        readable=(identity.dtype,),
+        readable=tuple({identity.dtype, own}),
     )
 
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 1 << 16
 """Blocks; beyond them those that wait longest are dropped."""
-BATCH_SPANS = 32
+BATCH_SPANS = 64
 POLL_SECONDS = 1.0
 """Between two looks at whether a store that was away is back."""
 
@@ -145,7 +145,7 @@ class Stores:
         in_heads = [head for entry in entries for head in entry.heads]
         if not ids:
             return
-        writing = await self._connector.begin(ids, in_heads, self._copier.cache.span_bytes)
+        writing = await self._connector.begin(ids, in_heads, self._copier.identity.size)
         self.counters.refused += writing.is_refused
         if writing.rooms:
             await self._copy(writing, ids, blocks)

@@ -81,6 +81,8 @@ class PodSettings(ServiceSettings):
     something of a prompt brings it, all are given what is computed. Not set: none."""
     kvstore_load: Literal["auto", "always"] = "auto"
     """What is taken out of the store: what takes less time than to compute it, as measured, or always all that is there."""
+    kvstore_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3"] = "auto"
+    """In which blocks are stored: auto is the KV cache's own, exact; float8_e4m3 takes the least room."""
     kvstore_tls_ca: Path | None = None
     """PEM file: the authority of the stores' certificates; with it they are called with TLS and this pod's certificate."""
     threads: int = Field(default=0, ge=0)
@@ -155,7 +157,9 @@ class PodSettings(ServiceSettings):
             return None
         addresses = tuple(self.kvstore.split(","))
         if self.kvstore_tls_ca is None:
-            return KvStoreOptions(addresses=addresses, token=self.token, load=self.kvstore_load)
+            return KvStoreOptions(
+                addresses=addresses, token=self.token, load=self.kvstore_load, dtype=self.kvstore_dtype
+            )
         return KvStoreOptions(
             addresses=addresses,
             token=self.token,
@@ -163,6 +167,7 @@ class PodSettings(ServiceSettings):
             tls_cert=str(self.tls_cert or ""),
             tls_key=str(self.tls_key or ""),
             load=self.kvstore_load,
+            dtype=self.kvstore_dtype,
         )
 
     @cached_property
