@@ -54,18 +54,18 @@ async def announced(index: Index, ids: list[BlockId], epoch: str) -> list[Locati
     return [at for locations in found for at in locations if at.node == node_key("store") and at.epoch == epoch]
 
 
-async def kill_again_and_again(folder: Path, redis_url: str, kills: int) -> int:
+async def kill_again_and_again(folder: Path, redis_url: str, kills: int, seed: int = 5) -> int:
     """At random points. Fails where a torn block is read (`Pod.read`), files are lost or not announced, or anything else is left.
 
     Gives how many blocks the last life has found.
     """
-    rng = random.Random(5)
+    rng = random.Random(seed)
     index = Index(redis_url, "default")
     chains = [chain_of(number, 12) for number in range(30)]
     with started(folder, redis_url=redis_url) as store:
         for life in range(kills):
             async with attached(store.address) as pod:
-                using = asyncio.create_task(use(pod, random.Random(life)))
+                using = asyncio.create_task(use(pod, random.Random(f"{seed} {life}")))
                 await asyncio.sleep(rng.uniform(0.05, 0.6))
                 store.kill()
                 async with asyncio.timeout(20):
