@@ -17,11 +17,13 @@ from tests.kvstore.pod import Pod, attached, chain_of, until_stat
 from tests.kvstore.store_process import StoreProcess
 
 MEMORY = 40 * 3 * 4096
+FILES = 400 * 4 * 4096
+"""Less than what two lives write: blocks are evicted as well."""
 NO_REDIS = "redis://127.0.0.1:1/0"
 
 
 def options(folder: Path, redis_url: str = NO_REDIS) -> tuple[str, ...]:
-    files = f"{{tier: file, bytes: 16MiB, directory: {folder / 'blocks'}}}"
+    files = f"{{tier: file, bytes: {FILES}, directory: {folder / 'blocks'}}}"
     return ("--tiers", f"[{{tier: cpu, bytes: {MEMORY}}}, {files}]", "--redis-url", redis_url)
 
 
@@ -39,11 +41,11 @@ def free_memory_files(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if name.endswith(".arena")]
 
 
-async def use(pod: Pod, rng: random.Random) -> None:
+async def use(pod: Pod, rng: random.Random, chains: list[list[BlockId]]) -> None:
     """Until the store is gone."""
     with contextlib.suppress(grpc.aio.AioRpcError, KvrelayError, asyncio.CancelledError, asyncio.InvalidStateError):
         while True:
-            ids = chain_of(rng.randrange(30), 12)
+            ids = rng.choice(chains)
             await pod.store(ids)
             await pod.read(ids)
 
@@ -61,11 +63,12 @@ async def kill_again_and_again(folder: Path, redis_url: str, kills: int, seed: i
     """
     rng = random.Random(seed)
     index = Index(redis_url, "default")
-    chains = [chain_of(number, 12) for number in range(30)]
     with started(folder, redis_url=redis_url) as store:
         for life in range(kills):
+            # Some that the life before had, and some that are new, so that there is always something to write.
+            chains = [chain_of(number, 12) for number in range(20 * life, 20 * life + 30)]
             async with attached(store.address) as pod:
-                using = asyncio.create_task(use(pod, random.Random(f"{seed} {life}")))
+                using = asyncio.create_task(use(pod, random.Random(f"{seed} {life}"), chains))
                 await asyncio.sleep(rng.uniform(0.05, 0.6))
                 store.kill()
                 async with asyncio.timeout(20):
