@@ -77,6 +77,7 @@ def add_stack_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router-option", action="append", default=[], metavar="NAME=VALUE", help="any option of the router"
     )
+    parser.add_argument("--policy", help="least_loaded, round_robin, prefix_aware or session [the router's default]")
     parser.add_argument("--local-prefill-tokens", metavar="N", help="prompts of under N tokens are computed on D [32]")
     parser.add_argument("--http-port", type=int, default=ROUTER_HTTP_PORT, help="of the router [%(default)s]")
     parser.add_argument("--grpc-port", type=int, default=ROUTER_GRPC_PORT, help="of the router [%(default)s]")
@@ -96,6 +97,8 @@ def stack_options(args: argparse.Namespace) -> StackOptions:
     if args.test_hooks:
         engine_options["test-hooks"] = True
     router_options: dict[str, str | bool] = {}
+    if args.policy is not None:
+        router_options["policy"] = args.policy
     if args.local_prefill_tokens is not None:
         router_options["local-prefill-tokens"] = args.local_prefill_tokens
     if args.no_kvstore and args.kvstore:
