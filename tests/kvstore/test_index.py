@@ -89,9 +89,12 @@ async def until(holds: Callable[[], "asyncio.Future[bool] | object"]) -> None:
 
 def test_a_location_survives_its_encoding() -> None:
     one, two = location(), location("n1", tier="file")
-    assert unpack(one.pack() + two.pack()) == [one, two]
-    assert unpack(one.pack()[:-1]) == []
-    assert unpack(b"\xff" * RECORD_BYTES) == []
+    assert unpack([one.pack() + two.pack(), None, two.pack(), b""]) == [[one, two], [], [two], []]
+
+
+def test_what_is_no_location_is_a_miss() -> None:
+    one, strange = location().pack(), b"\xff" * RECORD_BYTES
+    assert unpack([one[:-1], strange, one, strange + one, one + b"x"]) == [[], [], [location()], [location()], []]
 
 
 async def test_the_longest_prefix_is_found(redis_server: RedisServer) -> None:

@@ -20,7 +20,6 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import itemgetter
 from typing import Any, cast
 
 import hiredis
@@ -86,7 +85,7 @@ class _Connection(aioredis.Connection):
     """Packs commands in C: redis-py takes longer for the 512 blocks of a look-up than Redis does."""
 
     def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[bytes]:
-        return [hiredis.pack_command(tuple(command)) for command in commands]
+        return [b"".join([hiredis.pack_command(tuple(command)) for command in commands])]
 
 
 @contextlib.contextmanager
@@ -131,14 +130,18 @@ class Index:
             self.failures += 1
             log.warning("the index does not answer: %s", error)
             return []
-        return [unpack(value) if value else [] for value in values]
+        return unpack(values)
 
     async def _values(self, entries: Sequence[Entry]) -> list[bytes | None]:
         if not entries:
             return []
         pipeline = self._redis.pipeline(transaction=False)
-        for head, segment in groupby(entries, key=itemgetter(0)):
-            pipeline.execute_command("HMGET", self.key(head), *[block_id for _, block_id in segment])
+        in_heads, ids = zip(*entries, strict=True)
+        start = 0
+        for head, segment in groupby(in_heads):
+            end = start + len(tuple(segment))
+            pipeline.execute_command("HMGET", self.key(head), *ids[start:end])
+            start = end
         with _as_redis_errors():
             return [value for part in await pipeline.execute() for value in part]
 

@@ -5,7 +5,10 @@ said (4), in seconds by the clock of Redis, which writes it.
 """
 
 import functools
+import itertools
 import struct
+from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 import xxhash
@@ -64,14 +67,33 @@ def _common(packed: bytes) -> _Common | None:
     return node, Epoch(epoch.hex()), TIERS[tier], _DTYPES[dtype], ENCODINGS[encoding], shape.hex()
 
 
-def unpack(value: bytes) -> list[Location]:
-    """What is no location is left out: someone else's bytes, or a later version's, are a miss."""
-    whole = value[: len(value) - len(value) % RECORD_BYTES]
-    return [
-        Location(*common, size, checksum)
-        for packed, size, checksum, _ in _RECORD.iter_unpack(whole)
-        if (common := _common(packed)) is not None
-    ]
+def unpack(values: Sequence[bytes | None]) -> list[list[Location]]:
+    """Of each value. What is no location is left out: someone else's bytes, or a later version's, are a miss."""
+    ours = [value if value and len(value) % RECORD_BYTES == 0 else b"" for value in values]
+    decoded = _decode(b"".join(ours))
+    if len(decoded) == len(ours) and all(ours):
+        found = [[location] for location in decoded]
+    else:
+        ends = list(itertools.accumulate(len(value) // RECORD_BYTES for value in ours))
+        found = [decoded[start:end] for start, end in itertools.pairwise([0, *ends])]
+    if None in decoded:
+        return [[location for location in locations if location is not None] for locations in found]
+    return cast("list[list[Location]]", found)
+
+
+def _decode(records: bytes) -> list[Location | None]:
+    """Hundreds at once for each prompt, mostly of one node: what it costs is the making of objects."""
+    decoded: list[Location | None] = []
+    last, common = b"", None
+    for packed, size, checksum, _ in _RECORD.iter_unpack(records):
+        if packed != last:
+            last, common = packed, _common(packed)
+        if common is None:
+            decoded.append(None)
+        else:
+            node, epoch, tier, dtype, encoding, shape = common
+            decoded.append(Location(node, epoch, tier, dtype, encoding, shape, size, checksum))
+    return decoded
 
 
 def node_key(node_id: str) -> int:
