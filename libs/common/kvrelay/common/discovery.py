@@ -134,10 +134,14 @@ class Keys:
         return f"kvrelay:{self.cluster}:{self.kind}:{member_id}"
 
 
-def connect(url: str) -> "aioredis.Redis":
-    """Connects at the first command. Each command is bounded by COMMAND_SECONDS and not repeated: the loops here do that."""
+def connect(url: str, connection_class: type[aioredis.Connection] = aioredis.Connection) -> "aioredis.Redis":
+    """Connects at the first command. Each command is bounded by COMMAND_SECONDS and not repeated: the loops here do that.
+
+    `connection_class` is not for a URL with TLS, which has its own.
+    """
     client: aioredis.Redis = aioredis.Redis.from_url(
         url,
+        connection_class=connection_class,
         socket_timeout=COMMAND_SECONDS,
         socket_connect_timeout=COMMAND_SECONDS,
         retry=Retry(NoBackoff(), 0),

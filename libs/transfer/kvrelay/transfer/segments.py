@@ -16,4 +16,4 @@ def head(ids: Sequence[BlockId], index: int) -> BlockId:
 
 def heads(ids: Sequence[BlockId]) -> list[BlockId]:
     """Of each block of a chain."""
-    return [head(ids, index) for index in range(len(ids))]
+    return [first for first in ids[::SEGMENT_BLOCKS] for _ in range(SEGMENT_BLOCKS)][: len(ids)]

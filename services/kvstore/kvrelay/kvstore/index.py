@@ -1,10 +1,16 @@
 """The index in Redis: where each block of the cluster lies.
 
-    kvrelay:CLUSTER:kv:{HEAD}ID        locations (`Location`), 40 bytes each, with a time to live; HEAD in hexadecimal, ID as it is
-    kvrelay:CLUSTER:kv:mark            random; when it is gone or another, Redis has lost its memory
+    kvrelay:CLUSTER:kv:{HEAD}        a hash for each segment, HEAD in hexadecimal: block -> its locations (`Location`), 43 bytes each
+    kvrelay:CLUSTER:kv:mark          random; when it is gone or another, Redis has lost its memory
 
-Blocks of a segment share what is in braces, and so a slot of a Redis Cluster. Entries live `TTL_SECONDS` and are said again in time
-(`Announcer`), so that what a dead node has left does not stay: memory is bounded by what living nodes hold, a little more.
+What is in braces says the slot of a Redis Cluster. Chains that part within a segment share its hash: one of 64 blocks is compact, one of
+very many still gives a block at once. That is why blocks are asked for, and never a whole hash.
+
+Memory is bounded by what living nodes hold, and some more, as they say it again in time (`Announcer`) and the dead do not. A hash goes when
+nobody has spoken of it for `TTL_SECONDS`. From one that lives on, who speaks of a block drops its older locations, and those of as many
+others as it speaks of, taken at random: of what nodes left there without a word, as much stays as lives, if half of what lives is left so
+every half hour; less if it is less. Where almost nothing lives any more, the rest goes as slowly as that is spoken of.
+
 Redis may be away, empty or slow at any time: a look-up then finds nothing, within COMMAND_SECONDS.
 """
 
@@ -12,17 +18,18 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
+import hiredis
 import redis.asyncio as aioredis
 from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import RedisClusterException, RedisError
 
 from kvrelay.common.discovery import COMMAND_SECONDS, connect
 from kvrelay.common.ids import BlockId
-from kvrelay.kvstore.location import MAX_LOCATIONS, RECORD_BYTES, Location, unpack
+from kvrelay.kvstore.location import MAX_LOCATIONS, RECORD_BYTES, SAID_BYTES, Location, unpack
 from kvrelay.transfer.segments import heads
 
 log = logging.getLogger(__name__)
@@ -32,23 +39,53 @@ TTL_SECONDS = 3600
 Entry = tuple[BlockId, BlockId]
 """Head of the segment, and block."""
 
-# KEYS: blocks of one segment; ARGV: time to live, then a location (or an empty string: withdrawn) for each, and the node last.
+# KEYS: a segment. ARGV: time to live, node, then each block and its location (or an empty string: withdrawn).
 _UPDATE = f"""
-local node = ARGV[#ARGV]
-for i, key in ipairs(KEYS) do
-  local old, new = redis.call('GET', key) or '', {{}}
-  for at = 1, #old - {RECORD_BYTES} + 1, {RECORD_BYTES} do
-    if string.sub(old, at, at + 7) ~= node then new[#new + 1] = string.sub(old, at, at + {RECORD_BYTES} - 1) end
+local key, ttl, node = KEYS[1], tonumber(ARGV[1]), ARGV[2]
+local now = tonumber(redis.call('TIME')[1])
+local said = struct.pack('<I{SAID_BYTES}', now)
+
+local function kept(value, except)
+  local new = {{}}
+  for at = 1, #value - {RECORD_BYTES} + 1, {RECORD_BYTES} do
+    local age = now - struct.unpack('<I{SAID_BYTES}', value, at + {RECORD_BYTES - SAID_BYTES})
+    if age <= ttl and string.sub(value, at, at + 7) ~= except then
+      new[#new + 1] = string.sub(value, at, at + {RECORD_BYTES} - 1)
+    end
   end
+  return new
+end
+
+local function put(block, locations)
+  if #locations == 0 then redis.call('HDEL', key, block)
+  else redis.call('HSET', key, block, table.concat(locations)) end
+end
+
+local lives = false
+for i = 3, #ARGV, 2 do
+  local new = kept(redis.call('HGET', key, ARGV[i]) or '', node)
   if ARGV[i + 1] ~= '' then
     if #new >= {MAX_LOCATIONS} then table.remove(new, 1) end
-    new[#new + 1] = ARGV[i + 1]
+    new[#new + 1] = string.sub(ARGV[i + 1], 1, {RECORD_BYTES - SAID_BYTES}) .. said
+    lives = true
   end
-  if #new == 0 then redis.call('DEL', key)
-  else redis.call('SET', key, table.concat(new), 'EX', ARGV[1]) end
+  put(ARGV[i], new)
 end
-return #KEYS
+if lives then redis.call('EXPIRE', key, ttl) end
+
+local others = redis.call('HRANDFIELD', key, 1 - #ARGV / 2, 'WITHVALUES')
+for i = 1, #others, 2 do
+  local new = kept(others[i + 1])
+  if #new * {RECORD_BYTES} < #others[i + 1] then put(others[i], new) end
+end
 """
+
+
+class _Connection(aioredis.Connection):
+    """Packs commands in C: redis-py takes longer for the 512 blocks of a look-up than Redis does."""
+
+    def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[bytes]:
+        return [b"".join([hiredis.pack_command(tuple(command)) for command in commands])]
 
 
 @contextlib.contextmanager
@@ -71,15 +108,14 @@ class Index:
                 url, socket_timeout=COMMAND_SECONDS, socket_connect_timeout=COMMAND_SECONDS, protocol=2
             )
         else:
-            self._redis = connect(url)
-        self._sharded = sharded
+            self._redis = connect(url, _Connection)
         self._prefix = f"kvrelay:{cluster}:kv:".encode()
         self._update = self._redis.register_script(_UPDATE)
         self.failures = 0
         """Look-ups that Redis did not answer."""
 
-    def key(self, head: BlockId, block_id: BlockId) -> bytes:
-        return self._prefix + b"{" + head.hex().encode() + b"}" + block_id
+    def key(self, head: BlockId) -> bytes:
+        return b"%b{%b}" % (self._prefix, head.hex().encode())
 
     async def find(self, ids: Sequence[BlockId]) -> list[list[Location]]:
         """The locations of each block of a chain from its first on, up to the first block that has none. One round trip."""
@@ -89,37 +125,34 @@ class Index:
     async def locate(self, entries: Sequence[Entry]) -> list[list[Location]]:
         """The locations of each; none at all where Redis does not answer. One round trip."""
         try:
-            values = await self._values([self.key(head, block_id) for head, block_id in entries])
+            values = await self._values(entries)
         except (RedisError, OSError) as error:
             self.failures += 1
             log.warning("the index does not answer: %s", error)
             return []
-        return [unpack(value or b"") for value in values]
+        return unpack(values)
 
-    async def _values(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        if not keys:
+    async def _values(self, entries: Sequence[Entry]) -> list[bytes | None]:
+        if not entries:
             return []
-        if not self._sharded:
-            return cast("list[bytes | None]", await self._redis.mget(keys))
+        pipeline = self._redis.pipeline(transaction=False)
+        in_heads, ids = zip(*entries, strict=True)
+        start = 0
+        for head, segment in groupby(in_heads):
+            end = start + len(tuple(segment))
+            pipeline.execute_command("HMGET", self.key(head), *ids[start:end])
+            start = end
         with _as_redis_errors():
-            return await self._sharded_values(keys)
-
-    async def _sharded_values(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        pipeline = self._redis.pipeline()
-        for _, segment in groupby(keys, key=lambda key: key.partition(b"}")[0]):
-            pipeline.execute_command("MGET", *segment)  # `mget` is for keys of several slots
-        return [value for part in await pipeline.execute() for value in part]
+            return [value for part in await pipeline.execute() for value in part]
 
     async def update(self, node: int, changes: Mapping[Entry, Location | None]) -> None:
         """Says where (head, block) lies now on the node: one location, or none any more. Others' locations stay."""
-        by_head: dict[BlockId, list[tuple[BlockId, Location | None]]] = {}
+        by_head: dict[BlockId, list[bytes]] = {}
         for (head, block_id), location in changes.items():
-            by_head.setdefault(head, []).append((block_id, location))
+            by_head.setdefault(head, []).extend((block_id, b"" if location is None else location.pack()))
         for head, blocks in by_head.items():
-            keys = [self.key(head, block_id) for block_id, _ in blocks]
-            packed = [b"" if location is None else location.pack() for _, location in blocks]
             with _as_redis_errors():
-                await self._update(keys=keys, args=[TTL_SECONDS, *packed, node.to_bytes(8, "little")])
+                await self._update(keys=[self.key(head)], args=[TTL_SECONDS, node.to_bytes(8, "little"), *blocks])
 
     async def mark(self) -> bytes:
         """What Redis remembers until it loses its memory; another one, or a new one, means that all must be said again."""
