@@ -19,7 +19,6 @@ import itertools
 import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any, cast
 
 import hiredis
@@ -119,31 +118,32 @@ class Index:
 
     async def find(self, ids: Sequence[BlockId]) -> list[list[Location]]:
         """The locations of each block of a chain from its first on, up to the first block that has none. One round trip."""
-        found = await self.locate(list(zip(heads(ids), ids, strict=True)))
-        return list(itertools.takewhile(bool, found))
+        return list(itertools.takewhile(bool, await self._locate(heads(ids), ids)))
 
     async def locate(self, entries: Sequence[Entry]) -> list[list[Location]]:
         """The locations of each; none at all where Redis does not answer. One round trip."""
+        return await self._locate([head for head, _ in entries], [block_id for _, block_id in entries])
+
+    async def _locate(self, in_heads: Sequence[BlockId], ids: Sequence[BlockId]) -> list[list[Location]]:
         try:
-            values = await self._values(entries)
+            values = await self._values(in_heads, ids)
         except (RedisError, OSError) as error:
             self.failures += 1
             log.warning("the index does not answer: %s", error)
             return []
         return unpack(values)
 
-    async def _values(self, entries: Sequence[Entry]) -> list[bytes | None]:
-        if not entries:
+    async def _values(self, in_heads: Sequence[BlockId], ids: Sequence[BlockId]) -> list[bytes | None]:
+        if not ids:
             return []
         pipeline = self._redis.pipeline(transaction=False)
-        in_heads, ids = zip(*entries, strict=True)
         start = 0
-        for head, segment in groupby(in_heads):
+        for head, segment in itertools.groupby(in_heads):
             end = start + len(tuple(segment))
             pipeline.execute_command("HMGET", self.key(head), *ids[start:end])
             start = end
         with _as_redis_errors():
-            return [value for part in await pipeline.execute() for value in part]
+            return list(itertools.chain.from_iterable(await pipeline.execute()))
 
     async def update(self, node: int, changes: Mapping[Entry, Location | None]) -> None:
         """Says where (head, block) lies now on the node: one location, or none any more. Others' locations stay."""
