@@ -3,15 +3,15 @@
     kvrelay:CLUSTER:kv:{HEAD}        a hash for each segment, HEAD in hexadecimal: block -> its locations (`Location`), 43 bytes each
     kvrelay:CLUSTER:kv:mark          random; when it is gone or another, Redis has lost its memory
 
-What is in braces says the slot of a Redis Cluster. Chains that part within a segment share its hash: one of 64 blocks is compact, one of
-very many still gives a block at once. That is why blocks are asked for, and never a whole hash.
+What is in braces says the slot of a Redis Cluster. Chains that part within a segment share its hash: one of 64 blocks is compact, and one
+of very many still gives a block at once. That is why blocks are asked for, and never a whole hash.
 
-Memory is bounded by what living nodes hold, and some more, as they say it again in time (`Announcer`) and the dead do not. A hash goes when
-nobody has spoken of it for `TTL_SECONDS`. From one that lives on, who speaks of a block drops its older locations, and those of as many
-others as it speaks of, taken at random: of what nodes left there without a word, as much stays as lives, if half of what lives is left so
-every half hour; less if it is less. Where almost nothing lives any more, the rest goes as slowly as that is spoken of.
+Memory is bounded by what living nodes hold, and some more, for they say it again in time (`Announcer`) and the dead do not. A hash goes
+when nobody has spoken of it for `TTL_SECONDS`. In one that lives on, who speaks of n blocks drops older locations, of these and of n taken
+at random. So what the dead have left there, beyond its time, is at most as much as lives, as long as no more than half as much as lives
+is left in each half hour. After a greater loss it goes as fast as what lives is said again.
 
-Redis may be away, empty or slow at any time: a look-up then finds nothing, within COMMAND_SECONDS.
+Redis may be away, empty or slow at any time: a look-up then finds nothing, within COMMAND_SECONDS. Redis 7.0 or a Valkey is needed.
 """
 
 import contextlib
