@@ -3,15 +3,15 @@
     kvrelay:CLUSTER:kv:{HEAD}        a hash for each segment, HEAD in hexadecimal: block -> its locations (`Location`), 43 bytes each
     kvrelay:CLUSTER:kv:mark          random; when it is gone or another, Redis has lost its memory
 
-What is in braces says the slot of a Redis Cluster. Chains that part within a segment share its hash: one of 64 blocks is compact, one of
-very many still gives a block at once. That is why blocks are asked for, and never a whole hash.
+What is in braces says the slot of a Redis Cluster. Chains that part within a segment share its hash: one of 64 blocks is compact, and one
+of very many still gives a block at once. That is why blocks are asked for, and never a whole hash.
 
-Memory is bounded by what living nodes hold, and some more, as they say it again in time (`Announcer`) and the dead do not. A hash goes when
-nobody has spoken of it for `TTL_SECONDS`. From one that lives on, who speaks of a block drops its older locations, and those of as many
-others as it speaks of, taken at random: of what nodes left there without a word, as much stays as lives, if half of what lives is left so
-every half hour; less if it is less. Where almost nothing lives any more, the rest goes as slowly as that is spoken of.
+Memory is bounded by what living nodes hold, and some more, for they say it again in time (`Announcer`) and the dead do not. A hash goes
+when nobody has spoken of it for `TTL_SECONDS`. In one that lives on, who speaks of n blocks drops older locations, of these and of n taken
+at random. So what the dead have left there, beyond its time, is at most as much as lives, as long as no more than half as much as lives
+is left in each half hour. After a greater loss it goes as fast as what lives is said again.
 
-Redis may be away, empty or slow at any time: a look-up then finds nothing, within COMMAND_SECONDS.
+Redis may be away, empty or slow at any time: a look-up then finds nothing, within COMMAND_SECONDS. Redis 7.0 or a Valkey is needed.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import itertools
 import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any, cast
 
 import hiredis
@@ -119,31 +118,32 @@ class Index:
 
     async def find(self, ids: Sequence[BlockId]) -> list[list[Location]]:
         """The locations of each block of a chain from its first on, up to the first block that has none. One round trip."""
-        found = await self.locate(list(zip(heads(ids), ids, strict=True)))
-        return list(itertools.takewhile(bool, found))
+        return list(itertools.takewhile(bool, await self._locate(heads(ids), ids)))
 
     async def locate(self, entries: Sequence[Entry]) -> list[list[Location]]:
         """The locations of each; none at all where Redis does not answer. One round trip."""
+        return await self._locate([head for head, _ in entries], [block_id for _, block_id in entries])
+
+    async def _locate(self, in_heads: Sequence[BlockId], ids: Sequence[BlockId]) -> list[list[Location]]:
         try:
-            values = await self._values(entries)
+            values = await self._values(in_heads, ids)
         except (RedisError, OSError) as error:
             self.failures += 1
             log.warning("the index does not answer: %s", error)
             return []
         return unpack(values)
 
-    async def _values(self, entries: Sequence[Entry]) -> list[bytes | None]:
-        if not entries:
+    async def _values(self, in_heads: Sequence[BlockId], ids: Sequence[BlockId]) -> list[bytes | None]:
+        if not ids:
             return []
         pipeline = self._redis.pipeline(transaction=False)
-        in_heads, ids = zip(*entries, strict=True)
         start = 0
-        for head, segment in groupby(in_heads):
+        for head, segment in itertools.groupby(in_heads):
             end = start + len(tuple(segment))
             pipeline.execute_command("HMGET", self.key(head), *ids[start:end])
             start = end
         with _as_redis_errors():
-            return [value for part in await pipeline.execute() for value in part]
+            return list(itertools.chain.from_iterable(await pipeline.execute()))
 
     async def update(self, node: int, changes: Mapping[Entry, Location | None]) -> None:
         """Says where (head, block) lies now on the node: one location, or none any more. Others' locations stay."""
