@@ -10,8 +10,9 @@ from kvrelay.kvstore.arena import rounded
 from kvrelay.kvstore.memory import Slot
 from kvrelay.kvstore.supply import Supply
 
-AHEAD_BLOCKS = 32
-"""That a load has under way, or in hand, before the one that comes next."""
+AHEAD_BLOCKS = 128
+AHEAD_BYTES = 64 << 20
+"""That a load has under way, or in hand, at most. When half of it is there, as much again is asked for, together."""
 TURN_BLOCKS = 256
 """After which others get their turn: what memory has comes without any wait."""
 
@@ -68,7 +69,9 @@ class Loading:
                 self._drop(ahead.coming)
 
     def _look_ahead(self) -> None:
-        while self._rest and len(self._ahead) < AHEAD_BLOCKS:
+        if len(self._ahead) > AHEAD_BLOCKS // 2 or self._ahead_bytes > AHEAD_BYTES // 2:
+            return
+        while self._rest and len(self._ahead) < AHEAD_BLOCKS and self._ahead_bytes < AHEAD_BYTES:
             block_id = self._rest[0]
             found = self._supply.find(block_id)
             if found is None:
