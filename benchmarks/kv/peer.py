@@ -7,6 +7,7 @@ python -m benchmarks.kv.peer ADDRESS COUNT SIZE     the other process, which sen
 """
 
 import asyncio
+import contextlib
 import functools
 import os
 import sys
@@ -124,7 +125,7 @@ async def measure(folder: Path, count: int, size: int, runs: int) -> list[Medium
     redis = RedisServer(folder)
     redis.start()
     arenas = tempfile.TemporaryDirectory(dir=SHARED)
-    memory = f"[{{tier: cpu, bytes: {count * size * 5 // 2}}}]"
+    memory = f"[{{tier: cpu, bytes: {(runs + 2) * count * size * 5 // 4}}}]"
     options = ("--tiers", memory, "--redis-url", redis.url, "--arena-directory", arenas.name)
     stores = [StoreProcess(folder, *options, name=name) for name in ("near", "far")]
     no_id = BlockId(bytes(16))
@@ -137,18 +138,26 @@ async def measure(folder: Path, count: int, size: int, runs: int) -> list[Medium
             store.start()
         near, far = [await attach(store.address, identity) for store in stores]
         await raw.start()
-        ids = [BlockId(xxhash.xxh3_128_digest(f"{i}".encode())) for i in range(count)]
-        await _put(far, ids, identity)
-        async with grpc.aio.insecure_channel(stores[0].address) as channel:
-            remove = functools.partial(kvstore_pb2_grpc.KvStoreStub(channel).Remove, pb.RemoveRequest(all=True))
+        chains = [
+            [BlockId(xxhash.xxh3_128_digest(f"{run} {i}".encode())) for i in range(count)] for run in range(runs + 1)
+        ]
+        for chain in chains:
+            await _put(far, chain, identity)
+        async with contextlib.AsyncExitStack() as stack:
+            channels = [await stack.enter_async_context(grpc.aio.insecure_channel(store.address)) for store in stores]
+            near_stub, far_stub = map(kvstore_pb2_grpc.KvStoreStub, channels)
+            async for _ in far_stub.Verify(pb.VerifyRequest()):
+                pass  # it has read all of its pages
 
-            async def forget() -> None:
-                await remove()
-                await _known(near, ids)
+            async def forget(chain: Sequence[BlockId]) -> None:
+                """The next blocks come where the last ones were."""
+                await near_stub.Remove(pb.RemoveRequest(all=True))
+                await _known(near, chain)
 
-            gets = [functools.partial(_get, near, ids)] * (runs + 1)
+            gets = [functools.partial(_get, near, chain) for chain in chains]
+            prepare = [functools.partial(forget, chain) for chain in chains]
             check = functools.partial(raw.check, identity)
-            result = await compare("peer get", count * size, runs, gets, raw.run, check, forget)
+            result = await compare("peer get", count * size, runs, gets, raw.run, check, prepare)
         for connector in (near, far):
             await connector.close()
         return [result]
