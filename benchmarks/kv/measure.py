@@ -36,13 +36,21 @@ async def seconds(work: Work) -> float:
 
 
 async def compare(
-    name: str, num_bytes: int, runs: int, ours: Sequence[Work], raw: Work, check: Work | None = None
+    name: str,
+    num_bytes: int,
+    runs: int,
+    ours: Sequence[Work],
+    raw: Work,
+    check: Work | None = None,
+    prepare: Sequence[Work] = (),
 ) -> Medium:
-    """`ours` has one more than `runs`: the first of each kind warms up."""
+    """`ours` has one more than `runs`: the first of each kind warms up. `prepare`: unmeasured, one before each of ours."""
     times: list[tuple[float, float, float]] = []
     for run in range(runs + 1):
         raw_seconds = await seconds(raw)
         check_seconds = await seconds(check) if check else 0.0
+        if prepare:
+            await prepare[run]()
         times.append((await seconds(ours[run]), raw_seconds, check_seconds))
     ours_s, raw_s, check_s = (statistics.median(column) for column in zip(*times[1:], strict=True))
     speeds = [num_bytes / 1e9 / value for value in (ours_s, raw_s, raw_s + check_s)]

@@ -178,9 +178,12 @@ class UcxTransport:
         self.soon()
 
     def _complete(self) -> None:
-        done = [entry for entry in self._pending if entry.request.completed]
+        done: list[_Request] = []
+        left: list[_Request] = []
+        for entry in self._pending:
+            (done if entry.request.completed else left).append(entry)
         if done:
-            self._pending = [entry for entry in self._pending if not entry.request.completed]
+            self._pending = left
             for entry in done:
                 entry.finish()
 

@@ -224,6 +224,8 @@ class Chain:
 
     async def _room_for(self, info: BlockInfo) -> Slot | None:
         """In memory, waited for: others' blocks may have to go down first. None where it takes too long, or another writes the block."""
+        if (slot := self._allocate(info)) is not None:
+            return slot
         try:
             async with asyncio.timeout(ROOM_SECONDS):
                 while (slot := self._allocate(info)) is None and not self.has(info.id):

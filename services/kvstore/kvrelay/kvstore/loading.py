@@ -10,8 +10,11 @@ from kvrelay.kvstore.arena import rounded
 from kvrelay.kvstore.memory import Slot
 from kvrelay.kvstore.supply import Supply
 
-AHEAD_BLOCKS = 32
-"""That a load has under way, or in hand, before the one that comes next."""
+FIRST_BLOCKS = 32
+AHEAD_BLOCKS = 128
+AHEAD_BYTES = 64 << 20
+"""That a load has under way, or in hand, at most. It begins with fewer, so that the first come soon; when half of them are there, more
+are asked for, together."""
 TURN_BLOCKS = 256
 """After which others get their turn: what memory has comes without any wait."""
 
@@ -45,6 +48,7 @@ class Loading:
         self._rest = deque(ids)
         self._ahead: deque[_Ahead] = deque()
         self._ahead_bytes = 0
+        self._limit = FIRST_BLOCKS
 
     async def run(self) -> None:
         """Cancelled, it lets go what was not given."""
@@ -68,7 +72,11 @@ class Loading:
                 self._drop(ahead.coming)
 
     def _look_ahead(self) -> None:
-        while self._rest and len(self._ahead) < AHEAD_BLOCKS:
+        if len(self._ahead) > self._limit // 2 or self._ahead_bytes > AHEAD_BYTES // 2:
+            return
+        if self._ahead:
+            self._limit = min(2 * self._limit, AHEAD_BLOCKS)
+        while self._rest and len(self._ahead) < self._limit and self._ahead_bytes < AHEAD_BYTES:
             block_id = self._rest[0]
             found = self._supply.find(block_id)
             if found is None:

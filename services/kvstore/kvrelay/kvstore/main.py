@@ -1,5 +1,6 @@
 """`kvrelay-kvstore`: a node's KV store."""
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -11,11 +12,15 @@ from kvrelay.kvstore.server import serve_store
 from kvrelay.kvstore.settings import KvStoreSettings
 
 PROG = "kvrelay-kvstore"
+COLLECT_OBJECTS = 20_000
+"""New ones, after which garbage is looked for: a load of many blocks has thousands under way that are none."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = load(KvStoreSettings, argv, PROG)
     configure_logging(PROG, settings.log_level)
+    gc.freeze()  # modules and the like: never garbage, and not to be looked through
+    gc.set_threshold(COLLECT_OBJECTS)
     sys.exit(uvloop.run(serve_store(settings)))
 
 

@@ -32,6 +32,8 @@ MAX_SESSIONS = 256
 MAX_REPLIES = 1024
 """That wait to be sent before nothing more is taken in."""
 MAX_BLOCK_BYTES = 1 << 30
+GROW_SECONDS = 0.005
+"""For which blocks that have come wait for others of their load, unless it has ended: a message costs as much as several blocks."""
 PINNED_SHARE = 0.25
 """Of memory, that the loads of a session pin: they wait until it lets go."""
 HERE, NO_ROOM = -1, -2
@@ -71,6 +73,8 @@ class Loaded:
     call: int
     slots: list[Slot] = field(default_factory=list)
     end: bool = False
+    is_due: bool = False
+    """It is among the replies."""
 
 
 Reply = Found | Begun | Loaded
@@ -98,7 +102,7 @@ class Session:
         self._released = asyncio.Event()
         self._replies: deque[Reply] = deque()
         self._growing: dict[int, Loaded] = {}
-        """Of each load, what is among the replies."""
+        """Of each load, what more of it can still go into."""
         self._replied = asyncio.Event()
         self._roomier = asyncio.Event()
 
@@ -285,13 +289,20 @@ class Session:
         reply = self._growing.get(call)
         if reply is None:
             reply = self._growing[call] = Loaded(call)
-            self._reply(reply)
+            asyncio.get_running_loop().call_later(GROW_SECONDS, self._due, reply)
         return reply
+
+    def _due(self, reply: Loaded) -> None:
+        if not reply.is_due:
+            reply.is_due = True
+            self._reply(reply)
 
     def _load_ended(self, call: int, task: asyncio.Task[None]) -> None:
         del self._loads[call]
-        self._loaded(call).end = True
+        reply = self._loaded(call)
+        reply.end = True
         del self._growing[call]
+        self._due(reply)
 
     def _reply(self, reply: Reply) -> None:
         self._replies.append(reply)

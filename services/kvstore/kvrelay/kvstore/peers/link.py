@@ -57,46 +57,54 @@ class Link:
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)
         self._waiting: list[Wanted] = []
         """To be asked for in the loop's next turn, together."""
-        self._under_way: set[Arrival] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._under_way: dict[Arrival, float] = {}
+        """And since when, in the loop's time: the longest first."""
         self._moved = 0.0
-        """When something came last, in the loop's time."""
+        """When something came last."""
+        self._watch: asyncio.TimerHandle | None = None
+        """While something is under way, and a while after."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def get(self, info: BlockInfo, into: memoryview) -> None:
         """When it returns or raises, nothing writes into `into` any more. Raises Missing, TransferFailed."""
         if self.closed:
             raise TransferFailed("the link is cut")
+        loop = asyncio.get_running_loop()
         # Of a view of its own, so that the caller's can be released.
         arrival = self._arrivals.expect(np.frombuffer(memoryview(into), np.uint8)[: info.size])
-        self._under_way.add(arrival)
+        self._under_way[arrival] = loop.time()
+        if self._watch is None:
+            self._watch = loop.call_later(self._seconds, self._look)
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._ask)
+            loop.call_soon(self._ask)
         self._waiting.append((info, arrival))
         try:
-            await self._arrived(arrival)
+            await asyncio.shield(arrival.done)
+            self._moved = loop.time()
         finally:
             self._arrivals.forget(arrival)
-            self._under_way.discard(arrival)
-            arrival.fail(TransferFailed("it is not wanted any more"))
+            del self._under_way[arrival]
             if not arrival.done.done():
+                arrival.fail(TransferFailed("it is not wanted any more"))
                 await self._end_landing(arrival)
 
-    async def _arrived(self, arrival: Arrival) -> None:
+    def _look(self) -> None:
+        """Cuts the link when nothing has come for too long; one timer for all that is wanted."""
+        self._watch = None
+        if not self._under_way:
+            return
         loop = asyncio.get_running_loop()
-        started = loop.time()
-        while not arrival.done.done():
-            seconds = max(started, self._moved) + self._seconds - loop.time()
-            if seconds <= 0:
-                raise TransferFailed(f"nothing has come for {self._seconds:g} s")
-            await asyncio.wait((arrival.done,), timeout=seconds)
-        arrival.done.result()
-        self._moved = loop.time()
+        seconds = max(self._moved, next(iter(self._under_way.values()))) + self._seconds - loop.time()
+        if seconds > 0:
+            self._watch = loop.call_later(seconds, self._look)
+        else:
+            self.cut(f"nothing has come for {self._seconds:g} s")
 
     async def _end_landing(self, arrival: Arrival) -> None:
-        """Its buffer is the transport's until then, whoever waits or cancels."""
-        self.cut()
+        """If it is: its buffer is the transport's until then, whoever waits or cancels."""
         cancelled: asyncio.CancelledError | None = None
         while not arrival.done.done():
+            self.cut()
             try:
                 await asyncio.wait((arrival.done,))
             except asyncio.CancelledError as error:
@@ -108,14 +116,16 @@ class Link:
         """Tells the store that a block came damaged. It may not hear it."""
         self._begin(self._say_suspect(block_id))
 
-    def cut(self) -> None:
+    def cut(self, reason: str = "the link is cut") -> None:
         """What is wanted fails at once, what is landing is lost within moments."""
         if self.closed:
             return
         self.closed = True
+        if self._watch is not None:
+            self._watch.cancel()
         self._peer.close()
         for arrival in self._under_way:
-            arrival.fail(TransferFailed("the link is cut"))
+            arrival.fail(TransferFailed(reason))
         for task in self._tasks:
             task.cancel()
 

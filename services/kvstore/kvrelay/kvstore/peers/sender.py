@@ -1,6 +1,7 @@
 """Sends blocks of this store to others, who have asked for them."""
 
 import asyncio
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
@@ -31,6 +32,49 @@ class Wanted(msgspec.Struct, frozen=True):
     checksum: int
 
 
+class _Request:
+    """What has become of the blocks of one request."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._left = num_blocks
+        self._missing: list[int] = []
+        self._error: BaseException | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._left and not self._missing
+
+    def sent(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._news.set()
+
+    def missed(self, place: int) -> None:
+        self._missing.append(place)
+        self._left -= 1
+        self._news.set()
+
+    def failed(self, error: BaseException) -> None:
+        self._error = error
+        self._news.set()
+
+    async def missing(self, deadline: float) -> list[int]:
+        """Places that were not given before: some, or none at its end. Raises what `failed` was given, and TransferFailed when it is
+        late, in the loop's time."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                while self._left and not self._missing and self._error is None:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise TransferFailed("the blocks are not taken in time") from None
+        if self._error is not None:
+            raise self._error
+        missing, self._missing = self._missing, []
+        return missing
+
+
 class Sender:
     """A block is pinned until the transport is done with its bytes."""
 
@@ -52,20 +96,22 @@ class Sender:
         """
         if self._num_requests >= MAX_REQUESTS:
             raise Overloaded(f"{MAX_REQUESTS} requests are served already")
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(seconds, MAX_SECONDS)
+        deadline = asyncio.get_running_loop().time() + min(seconds, MAX_SECONDS)
         peer = self._peer(address, link)
-        tasks = {asyncio.create_task(self._send(peer, wanted)): place for place, wanted in enumerate(blocks)}
-        waiting = set(tasks)
+        request = _Request(len(blocks))
+        loads: list[asyncio.Task[Slot | None]] = []
         self._num_requests += 1
         try:
-            while waiting:
-                done, waiting = await asyncio.wait(
-                    waiting, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
-                )
-                if not done:
-                    raise TransferFailed("the blocks are not taken in time")
-                missing = [tasks[task] for task in done if not task.result()]
+            for place, wanted in enumerate(blocks):
+                slot = self._chain.take(wanted.id)
+                if slot is not None:
+                    self._send(request, peer, place, wanted, slot)
+                else:
+                    load = asyncio.create_task(self._chain.load(wanted.id))
+                    load.add_done_callback(functools.partial(self._loaded, request, peer, place, wanted))
+                    loads.append(load)
+            while not request.is_over:
+                missing = await request.missing(deadline)
                 if missing:
                     yield missing
         except BaseException:  # whatever it is: a block that no one takes would be pinned for ever
@@ -73,25 +119,36 @@ class Sender:
             raise
         finally:
             self._num_requests -= 1
-            for task in waiting:
-                task.cancel()
+            for load in loads:
+                load.cancel()
 
-    async def _send(self, peer: Peer, wanted: Wanted) -> bool:
-        slot = await self._chain.load(wanted.id)
-        if slot is None:
-            return False
+    def _loaded(
+        self, request: _Request, peer: Peer, place: int, wanted: Wanted, load: "asyncio.Task[Slot | None]"
+    ) -> None:
+        if load.cancelled():
+            return
+        if (error := load.exception()) is not None:
+            request.failed(error)
+        elif (slot := load.result()) is not None:
+            self._send(request, peer, place, wanted, slot)
+        else:
+            request.missed(place)
+
+    def _send(self, request: _Request, peer: Peer, place: int, wanted: Wanted, slot: Slot) -> None:
+        """Takes over the pin."""
         if (slot.info.size, slot.info.checksum) != (wanted.size, wanted.checksum):
             self._chain.release(slot)
-            return False
+            request.missed(place)
+            return
         sent = peer.send(wanted.tag, self._arena[slot.offset : slot.offset + wanted.size])
-        sent.add_done_callback(lambda done: self._sent(done, slot))
-        await asyncio.shield(sent)
-        return True
+        sent.add_done_callback(functools.partial(self._sent, request, slot))
 
-    def _sent(self, done: "asyncio.Future[None]", slot: Slot) -> None:
-        if not done.cancelled():
-            done.exception()  # who waits for it may have gone
+    def _sent(self, request: _Request, slot: Slot, sent: "asyncio.Future[None]") -> None:
         self._chain.release(slot)
+        if (error := sent.exception()) is not None:
+            request.failed(error)
+        else:
+            request.sent()
 
     def _peer(self, address: bytes, link: int) -> Peer:
         """Raises TransferFailed."""
