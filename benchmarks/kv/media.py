@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.kv.measure import Medium, all_of, compare, make_blocks
+from kvrelay.kvstore.loading import AHEAD_BLOCKS
 from kvrelay.kvstore.policy import make_policy
 from kvrelay.kvstore.tiers.blockfile import PAGE_BYTES, occupied_bytes
 from kvrelay.kvstore.tiers.bucket import S3Access
@@ -23,7 +24,10 @@ THREADS = 4
 
 
 class RawFiles:
-    """Whole files written, synced and read by as many threads as the tier has."""
+    """Whole files written, synced and read by as many threads as the tier has: each of them into memory of its own, as blocks are.
+
+    One buffer of a thread would stay in the core's cache, and a read be a half of what it is for anyone who keeps the bytes.
+    """
 
     def __init__(self, folder: Path, payload: np.ndarray, direct: bool) -> None:
         self._folder = folder
@@ -31,7 +35,7 @@ class RawFiles:
         self._flags = os.O_DIRECT if direct else 0
         self._size = occupied_bytes(payload.shape[1])
         self._pool = ThreadPoolExecutor(THREADS)
-        self._buffers = [mmap.mmap(-1, self._size) for _ in range(THREADS)]
+        self._buffers = make_buffers(len(payload), self._size)
 
     async def write(self) -> None:
         for path in self._folder.iterdir():
@@ -43,31 +47,42 @@ class RawFiles:
 
     async def check(self) -> None:
         infos, _ = make_blocks(1, 1, 0)
-        await self._all(lambda i, _: checksum(infos[0], self._payload[i].data))
+        size = self._payload.shape[1]
+        await self._all(lambda i, buffer: checksum(infos[0], buffer[PAGE_BYTES : PAGE_BYTES + size]))
 
-    async def _all(self, work: Callable[[int, mmap.mmap], object]) -> None:
+    async def _all(self, work: Callable[[int, memoryview], object]) -> None:
         loop = asyncio.get_running_loop()
 
         def part(thread: int) -> None:
             for i in range(thread, len(self._payload), THREADS):
-                work(i, self._buffers[thread])
+                work(i, self._buffers[i])
 
         await asyncio.gather(*(loop.run_in_executor(self._pool, part, thread) for thread in range(THREADS)))
 
-    def _write(self, i: int, buffer: mmap.mmap) -> None:
+    def _write(self, i: int, buffer: memoryview) -> None:
         fd = os.open(self._folder / str(i), os.O_WRONLY | os.O_CREAT | self._flags, 0o600)
         os.pwrite(fd, buffer, 0)
         os.fdatasync(fd)
         os.close(fd)
 
-    def _read(self, i: int, buffer: mmap.mmap) -> None:
+    def _read(self, i: int, buffer: memoryview) -> None:
         fd = os.open(self._folder / str(i), os.O_RDONLY | self._flags)
         os.preadv(fd, [buffer], 0)
         os.close(fd)
 
 
+def make_buffers(count: int, size: int) -> list[memoryview]:
+    """Of one mapping, each page-aligned, as blocks are in memory."""
+    room = -(-size // PAGE_BYTES) * PAGE_BYTES
+    whole = memoryview(mmap.mmap(-1, count * room))
+    return [whole[start : start + size] for start in range(0, count * room, room)]
+
+
 async def files(folder: Path, count: int, size: int, runs: int, direct: bool) -> list[Medium]:
-    """In folders of `folder`, which must not be in memory for the figures to mean anything."""
+    """In folders of `folder`, which must not be in memory for the figures to mean anything.
+
+    Of gets as many are under way as of a load that a pod asks for; the threads are as many as the medium's.
+    """
     raw_folder = folder / "raw"
     raw_folder.mkdir()
     sets = [make_blocks(count, size, seed) for seed in range(runs + 1)]
@@ -75,7 +90,7 @@ async def files(folder: Path, count: int, size: int, runs: int, direct: bool) ->
     limit = (runs + 2) * count * (size + 2 * PAGE_BYTES)
     tier = FileTier(folder / "tier", limit, make_policy("lru", limit), direct=direct, threads=THREADS, timeout_s=60)
     await tier.open()
-    into = [np.empty(size, np.uint8) for _ in range(count)]
+    into = make_buffers(count, size)
 
     def put(run: int) -> Callable[[], object]:
         infos, payload = sets[run]
@@ -84,9 +99,8 @@ async def files(folder: Path, count: int, size: int, runs: int, direct: bool) ->
         )
 
     def get(run: int) -> Callable[[], object]:
-        return functools.partial(
-            all_of, THREADS, [functools.partial(tier.get, info.id, into[i].data) for i, info in enumerate(sets[run][0])]
-        )
+        works = [functools.partial(tier.get, info.id, into[i]) for i, info in enumerate(sets[run][0])]
+        return functools.partial(all_of, AHEAD_BLOCKS, works)
 
     mode = "direct" if direct else "buffered"
     each = range(runs + 1)

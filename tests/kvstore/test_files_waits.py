@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvrelay.kvstore.policy import make_policy
 from kvrelay.kvstore.tiers import blockfile
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, TierFailed
 from kvrelay.kvstore.tiers.blockfile import Claim, occupied_bytes
+from kvrelay.kvstore.tiers.threads import Threads
 from tests.kvstore.blocks import make_block, read, until
 from tests.kvstore.file_tier import MIB, Hang, Open, begun, check_disk, flip, path_of
 
@@ -117,6 +119,51 @@ def test_a_read_whose_caller_left_changes_nothing(tmp_path: Path, rng: random.Ra
     assert not any(into)
     blockfile.read_block(path, info, memoryview(into), LeavesWhenAsked(3), 0)
     assert into == payload
+
+
+def test_a_read_whose_caller_left_judges_and_changes_nothing_that_is_the_callers(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    info, payload = make_block(rng, 10_000)
+    path, into = str(tmp_path / "block"), bytearray(10_000)
+    blockfile.write_block(path, f"{path}.tmp", blockfile.encode_header(info), payload, Claim(), 0)
+    flip(path, 8 * 5000)
+    with pytest.raises(blockfile.Abandoned):  # what does not match may be what the caller has written there since
+        blockfile.read_block(path, info, memoryview(into), LeavesWhenAsked(3), 0)
+    assert sum(a != b for a, b in zip(into, payload, strict=True)) == 1
+
+
+def test_a_read_that_the_page_cache_does_not_have(tmp_path: Path, rng: random.Random) -> None:
+    info, payload = make_block(rng, 100_000)
+    path, into = str(tmp_path / "block"), bytearray(100_000)
+    blockfile.write_block(path, f"{path}.tmp", blockfile.encode_header(info), payload, Claim(), 0)
+    for start in (0, 40_960):  # nothing, and the beginning
+        with open(path, "rb") as file:
+            file.read()
+            os.posix_fadvise(file.fileno(), start, 0, os.POSIX_FADV_DONTNEED)
+        blockfile.read_block(path, info, memoryview(into), Claim(), 0)
+        assert into == payload
+        into[:] = bytes(100_000)
+
+
+async def test_threads_that_are_closed() -> None:
+    threads = Threads(1, "test")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work() -> str:
+        begun.set()
+        assert go_on.wait(20)
+        return "done"
+
+    running, waiting = (asyncio.create_task(threads.run(work)) for _ in range(2))
+    await until(begun.is_set)
+    threads.close()
+    with pytest.raises(OSError, match="closed"):
+        await waiting
+    with pytest.raises(OSError, match="closed"):
+        await threads.run(work)
+    go_on.set()
+    assert await running == "done"
 
 
 def test_what_cannot_be_removed_is_said(tmp_path: Path, rng: random.Random) -> None:

@@ -14,6 +14,7 @@ import os
 import shutil
 import struct
 import threading
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -55,6 +56,8 @@ class Claim:
     """Whether the caller still waits for what a thread does for it. Once it does not, its buffers are its own again:
     nothing is written into them, and what was read from them is thrown away."""
 
+    __slots__ = ("_lock", "abandoned")
+
     def __init__(self) -> None:
         self.abandoned = False
         self._lock = threading.Lock()
@@ -68,10 +71,12 @@ class Claim:
         if self.abandoned:
             raise Abandoned
 
-    def deliver(self, payload: memoryview, into: memoryview) -> None:
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The caller's buffers may be written to meanwhile, by what takes as long as a copy in memory. Raises Abandoned."""
         with self._lock:
             self.check()
-            _copy(payload, into)
+            yield
 
 
 def occupied_bytes(size: int) -> int:
@@ -110,28 +115,59 @@ def decode_header(page: memoryview) -> BlockInfo:
 
 
 def read_block(path: str, info: BlockInfo, into: memoryview, claim: Claim, flags: int) -> None:
-    """Copies the payload into the first bytes of `into`, all of it and verified, or nothing.
+    """Brings the payload into the first bytes of `into`, verified. Where it is damaged they are zeros, or as they were.
 
-    The copy is the price of a bound on the caller's wait: a read straight into `into` could change it long after the caller gave up.
     Raises FileNotFoundError, Damaged, Abandoned, OSError.
     """
     claim.check()
     size = occupied_bytes(info.size)
-    file = _aligned(size)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
     try:
+        if not flags & os.O_DIRECT and not claim.abandoned and _read_cached(fd, info, into, claim):
+            return
         found = os.fstat(fd).st_size
         if found != size:
             raise Damaged(f"{found} bytes long instead of {size}")
+        file = _aligned(size)
         _read(fd, file)
     finally:
         os.close(fd)
-    if decode_header(file[:PAGE_BYTES]) != info:
+    payload = file[PAGE_BYTES : PAGE_BYTES + info.size]
+    _verify(info, file[:PAGE_BYTES], payload, file[PAGE_BYTES + info.size :])
+    with claim.held():
+        _copy(payload, into)
+
+
+def _read_cached(fd: int, info: BlockInfo, into: memoryview, claim: Claim) -> bool:
+    """Whether the page cache had the whole file, and nothing more: then it has been read straight into `into`, without a second copy.
+
+    What the disk must be waited for is not read so, since a caller that gives up waits for this.
+    """
+    ends = _aligned(2 * PAGE_BYTES)
+    header, rest = ends[:PAGE_BYTES], ends[PAGE_BYTES : PAGE_BYTES + -info.size % PAGE_BYTES]
+    with claim.held():
+        payload = into[: info.size].cast("B")
+        try:
+            count = os.preadv(fd, [header, payload, rest, bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError:  # EAGAIN, or a filesystem that cannot; another error will be there again
+            return False
+    if count != occupied_bytes(info.size):
+        return False
+    try:
+        _verify(info, header, payload, rest)
+    except Damaged:
+        with claim.held():  # else it was changed by its owner meanwhile
+            _copy(memoryview(bytes(info.size)), payload)
+        raise
+    return True
+
+
+def _verify(info: BlockInfo, header: memoryview, payload: memoryview, rest: memoryview) -> None:
+    """Of a whole file. Raises Damaged."""
+    if decode_header(header) != info:
         raise Damaged("the header is of another block")
-    payload, rest = file[PAGE_BYTES : PAGE_BYTES + info.size], file[PAGE_BYTES + info.size :]
     if checksum(info, payload) != info.checksum or rest != bytes(rest.nbytes):
         raise Damaged("the payload does not match its checksum")
-    claim.deliver(payload, into)
 
 
 def write_block(path: str, temporary: str, header: bytes, data: memoryview, claim: Claim, flags: int) -> None:

@@ -4,21 +4,21 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import itertools
 import os
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from kvrelay.common.ids import BlockId, new_epoch
 from kvrelay.kvstore.policy import Policy
 from kvrelay.kvstore.tiers import blockfile
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, TierFailed
 from kvrelay.kvstore.tiers.blockfile import Claim, occupied_bytes
+from kvrelay.kvstore.tiers.threads import Threads
 from kvrelay.transfer.block import BlockInfo
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class FileTier:
         self.timeout_s = timeout_s
         self._policy = policy
         self._direct = direct
-        self._threads = threads
+        self._num_threads = threads
         self._flags = 0
         self._epoch = new_epoch()
         self._numbers = itertools.count()
@@ -84,6 +84,9 @@ class FileTier:
         self._news = asyncio.Event()
         """There may be more room, or more to evict, or no one who waits for it."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._num_reading = 0
+        self._idle = asyncio.Event()
+        """The tier is closed, and nothing runs for it."""
 
     @property
     def used_bytes(self) -> int:
@@ -107,7 +110,7 @@ class FileTier:
         if self._lock is not None or self._state != "closed":
             raise TierFailed(f"{self.directory}: open already, or a thread of it still runs")
         self._state = "opening"
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvrelay-files")
+        self._threads = Threads(self._num_threads, "kvrelay-files")
         try:
             await self._progress(self._take_directory())
             infos = await self._take_over()
@@ -120,8 +123,27 @@ class FileTier:
         return infos
 
     async def get(self, block_id: BlockId, into: memoryview) -> BlockInfo:
-        """A block being stored is Missing. `into` has the verified bytes, or is as it was."""
-        return await self._call("reading", lambda claim: self._load(block_id, into, claim))
+        """A block being stored is Missing. `into` has the verified bytes, and of a block that is Corrupt zeros or what it had. Who does not
+        wait for the end may find bytes there that are not verified.
+
+        No task of its own: from the page cache the read itself takes no longer than that.
+        """
+        self._check_open()
+        block = self._blocks.get(block_id)
+        if block is None:
+            raise Missing(f"{block_id.hex()} is not in {self.directory}")
+        if into.nbytes < block.info.size:
+            raise ValueError(f"{into.nbytes} bytes for a block of {block.info.size}")
+        claim, over = Claim(), asyncio.get_running_loop().create_future()
+        block.readers += 1
+        self._num_reading += 1
+        then = functools.partial(self._read, block, over)
+        self._threads.call(then, blockfile.read_block, self._path(block_id), block.info, into, claim, self._flags)
+        if not await self._in_time(over, claim):
+            raise self._late("reading")
+        if self._blocks.get(block_id) is block:
+            self._policy.used(block_id)
+        return block.info
 
     async def put(self, info: BlockInfo, data: memoryview) -> list[BlockInfo]:
         """Gives all that has been evicted since the last put that succeeded: when puts overlap, it may be another's.
@@ -153,32 +175,37 @@ class FileTier:
             return
         self._state = "closed"
         self._news.set()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self.timeout_s)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._idle.clear()
+        if self._tasks or self._num_reading:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), self.timeout_s)
+        self._threads.close()
         self._release()
 
-    async def _load(self, block_id: BlockId, into: memoryview, claim: Claim) -> BlockInfo:
-        block = self._blocks.get(block_id)
-        if block is None:
-            raise Missing(f"{block_id.hex()} is not in {self.directory}")
-        if into.nbytes < block.info.size:
-            raise ValueError(f"{into.nbytes} bytes for a block of {block.info.size}")
-        block.readers += 1
-        try:
-            await self._run(blockfile.read_block, self._path(block_id), block.info, into, claim, self._flags)
-        except FileNotFoundError as error:
-            await self._forget(block)
-            raise Missing(f"{self._path(block_id)} has been removed by someone else") from error
-        except blockfile.Damaged as error:
-            await self._forget(block)
-            raise Corrupt(f"{self._path(block_id)}: {error}") from error
-        finally:
-            block.readers -= 1
-            self._settle(block)
-        if self._blocks.get(block_id) is block:
-            self._policy.used(block_id)
-        return block.info
+    def _read(self, block: _Block, over: asyncio.Future[bool], _: None, error: BaseException | None) -> None:
+        """The thread is done. A block whose file is damaged is forgotten first, also where no one waits any more."""
+        if isinstance(error, FileNotFoundError | blockfile.Damaged):
+            task = self._begin(self._lose(block, error))
+            task.add_done_callback(lambda _: self._read_to_the_end(block, over, self._error(task)))
+        else:
+            self._read_to_the_end(block, over, error)
+
+    async def _lose(self, block: _Block, why: FileNotFoundError | blockfile.Damaged) -> NoReturn:
+        await self._forget(block)
+        path = self._path(block.info.id)
+        if isinstance(why, FileNotFoundError):
+            raise Missing(f"{path} has been removed by someone else")
+        raise Corrupt(f"{path}: {why}")
+
+    def _error(self, task: asyncio.Task[NoReturn]) -> BaseException | None:
+        return TierFailed(f"{self.directory}: closed") if task.cancelled() else task.exception()
+
+    def _read_to_the_end(self, block: _Block, over: asyncio.Future[bool], error: BaseException | None) -> None:
+        block.readers -= 1
+        self._num_reading -= 1
+        self._settle(block)
+        self._release()
+        _end(over, self._failed("reading a block", error) if isinstance(error, OSError) else error)
 
     async def _store(self, info: BlockInfo, data: memoryview, claim: Claim) -> None:
         header = blockfile.encode_header(info)
@@ -204,10 +231,10 @@ class FileTier:
     async def _write(self, block: _Block, header: bytes, data: memoryview, claim: Claim) -> None:
         path = self._path(block.info.id)
         temporary = f"{path}.{self._epoch}-{next(self._numbers)}{blockfile.TEMPORARY_SUFFIX}"
-        await self._run(blockfile.write_block, path, temporary, header, data, claim, self._flags)
+        await self._threads.run(blockfile.write_block, path, temporary, header, data, claim, self._flags)
         if claim.abandoned:
             try:
-                await self._run(blockfile.remove_file, path)
+                await self._threads.run(blockfile.remove_file, path)
             except OSError as error:
                 raise blockfile.Remains(*error.args) from error
         claim.check()
@@ -264,7 +291,7 @@ class FileTier:
         del self._blocks[block_id]
         with self._change(block_id):
             try:
-                await self._run(blockfile.remove_file, self._path(block_id))
+                await self._threads.run(blockfile.remove_file, self._path(block_id))
             except OSError:
                 self._blocks[block_id] = block
                 raise
@@ -297,11 +324,11 @@ class FileTier:
             await asyncio.wait([change])
 
     async def _take_directory(self) -> None:
-        self._lock = await self._run(blockfile.take_directory, self.directory)
+        self._lock = await self._threads.run(blockfile.take_directory, self.directory)
         self._flags = 0
         if self._direct:
             try:
-                self._flags = await self._run(blockfile.direct_flag, self.directory)
+                self._flags = await self._threads.run(blockfile.direct_flag, self.directory)
             except OSError as error:
                 if self._direct is True or error.errno != errno.EINVAL:
                     raise
@@ -312,13 +339,15 @@ class FileTier:
         self._blocks.clear()
         self._evicted.clear()
         folders = [os.path.join(self.directory, folder) for folder in blockfile.FOLDERS]
-        scans = await self._progress(*(self._run(blockfile.scan_folder, folder, self._flags) for folder in folders))
+        scans = await self._progress(
+            *(self._threads.run(blockfile.scan_folder, folder, self._flags) for folder in folders)
+        )
         found = sorted((block for scan in scans for block in scan), key=lambda block: block[0])
         self._used = sum(occupied_bytes(info.size) for _, info in found)
         for _, info in found:
             room = occupied_bytes(info.size)
             if self._used > self.limit_bytes:
-                await self._progress(self._run(blockfile.remove_file, self._path(info.id)))
+                await self._progress(self._threads.run(blockfile.remove_file, self._path(info.id)))
                 self._used -= room
             else:
                 self._blocks[info.id] = _Block(info, room)
@@ -328,27 +357,38 @@ class FileTier:
     def _path(self, block_id: BlockId) -> str:
         return os.path.join(self.directory, blockfile.relative_path(block_id))
 
-    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
-
     async def _call(self, what: str, work: Callable[[Claim], Coroutine[Any, Any, T]]) -> T:
         """What `work` gives, unless it takes too long. It is never cancelled: it keeps the accounts."""
-        if self._state != "open":
-            raise TierFailed(f"{self.directory}: not open")
-        claim = Claim()
+        self._check_open()
+        claim, over = Claim(), asyncio.get_running_loop().create_future()
         task = self._begin(work(claim))
-        try:
-            await asyncio.wait([task], timeout=self.timeout_s)
-        finally:
-            if not task.done():
-                claim.abandon()
-                self._news.set()
-        if not task.done():
-            raise TierFailed(f"{self.directory}: {what} a block took longer than {self.timeout_s} s")
+        task.add_done_callback(lambda _: _end(over))
+        if not await self._in_time(over, claim) and not task.done():
+            raise self._late(what)
         try:
             return task.result()
         except OSError as error:
             raise self._failed(f"{what} a block", error) from error
+
+    async def _in_time(self, over: asyncio.Future[bool], claim: Claim) -> bool:
+        """Whether `over` is in time, which is this one's to wait for. Else, or where the caller is cancelled, the claim is given up."""
+        timer = asyncio.get_running_loop().call_later(self.timeout_s, _end, over, None, False)
+        in_time = False
+        try:
+            in_time = await over
+        finally:
+            timer.cancel()
+            if not in_time:
+                claim.abandon()
+                self._news.set()
+        return in_time
+
+    def _late(self, what: str) -> TierFailed:
+        return TierFailed(f"{self.directory}: {what} a block took longer than {self.timeout_s} s")
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise TierFailed(f"{self.directory}: not open")
 
     async def _progress(self, *jobs: Coroutine[Any, Any, T]) -> list[T]:
         """What all give, in order, as long as one of them ends every `timeout_s`."""
@@ -375,9 +415,20 @@ class FileTier:
         self._release()
 
     def _release(self) -> None:
-        if self._state == "closed" and not self._tasks and self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._state == "closed" and not self._tasks and not self._num_reading:
+            self._idle.set()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     def _failed(self, what: str, error: OSError) -> TierFailed:
         return TierFailed(f"{self.directory}: {what}: {error.strerror or error}")
+
+
+def _end(over: asyncio.Future[bool], error: BaseException | None = None, in_time: bool = True) -> None:
+    if over.done():
+        return
+    if error is None:
+        over.set_result(in_time)
+    else:
+        over.set_exception(error)
