@@ -38,8 +38,9 @@ class RawFiles:
         self._buffers = make_buffers(len(payload), self._size)
 
     async def write(self) -> None:
-        for path in self._folder.iterdir():
-            path.unlink()
+        """New files each time, as the tier's are: what unlinking takes is not a write's."""
+        self._folder = self._folder.with_name(self._folder.name + "+")
+        self._folder.mkdir()
         await self._all(self._write)
 
     async def read(self) -> None:
@@ -83,10 +84,8 @@ async def files(folder: Path, count: int, size: int, runs: int, direct: bool) ->
 
     Of gets as many are under way as of a load that a pod asks for; the threads are as many as the medium's.
     """
-    raw_folder = folder / "raw"
-    raw_folder.mkdir()
     sets = [make_blocks(count, size, seed) for seed in range(runs + 1)]
-    raw = RawFiles(raw_folder, sets[0][1], direct)
+    raw = RawFiles(folder / "raw", sets[0][1], direct)
     limit = (runs + 2) * count * (size + 2 * PAGE_BYTES)
     tier = FileTier(folder / "tier", limit, make_policy("lru", limit), direct=direct, threads=THREADS, timeout_s=60)
     await tier.open()
