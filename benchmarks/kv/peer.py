@@ -134,10 +134,10 @@ async def measure(folder: Path, count: int, size: int, runs: int) -> list[Medium
     )
     raw = Raw(count, size)
     try:
+        await raw.start()  # first: gRPC's threads do not bear a fork
         for store in stores:
             store.start()
         near, far = [await attach(store.address, identity) for store in stores]
-        await raw.start()
         chains = [
             [BlockId(xxhash.xxh3_128_digest(f"{run} {i}".encode())) for i in range(count)] for run in range(runs + 1)
         ]

@@ -246,6 +246,21 @@ async def test_loads_give_in_order_what_is_there_and_end_with_a_miss() -> None:
         await store.check_empty_handed()
 
 
+async def test_what_is_all_there_comes_at_once_in_one_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "GROW_SECONDS", 60.0)
+    async with opened() as store:
+        pod = Pod(store.sessions.open(HELLO), store.chain.memory.arena)
+        await stored(pod, IDS[:2])
+        pod.session.load(1, 0, IDS[:2])
+        async with asyncio.timeout(5):
+            reply = await pod.session.next_reply()
+        assert isinstance(reply, Loaded)
+        assert ([slot.info.id for slot in reply.slots], reply.end) == (IDS[:2], True)
+        assert pod.session.num_replies == 0
+        store.sessions.close(pod.session)
+        await store.check_empty_handed()
+
+
 async def test_a_load_that_waits_for_its_pod_can_be_cancelled() -> None:
     async with opened() as store:
         pod = Pod(store.sessions.open(HELLO), store.chain.memory.arena)

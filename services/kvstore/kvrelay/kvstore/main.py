@@ -19,7 +19,8 @@ COLLECT_OBJECTS = 20_000
 def main(argv: Sequence[str] | None = None) -> None:
     settings = load(KvStoreSettings, argv, PROG)
     configure_logging(PROG, settings.log_level)
-    gc.freeze()  # modules and the like: never garbage, and not to be looked through
+    # What stands now stays: the collector need not walk over it again and again while blocks come and go.
+    gc.freeze()
     gc.set_threshold(COLLECT_OBJECTS)
     sys.exit(uvloop.run(serve_store(settings)))
 
