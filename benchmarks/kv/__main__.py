@@ -18,6 +18,7 @@ from benchmarks.kv.measure import Medium
 from benchmarks.kv.ttft import FirstToken
 from benchmarks.report import commit, machine
 from kvrelay.cli.model import DEFAULT_DIR
+from kvrelay.engine.config import EngineConfig
 
 PARTS = ("cpu", "files", "s3", "peer", "lookup", "ttft")
 BLOCK_BYTES = 368_640
@@ -35,6 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas [%(default)s]")
     parser.add_argument("--model", type=Path, default=DEFAULT_DIR, help="directory [%(default)s]")
     parser.add_argument("--dtype", default="float32", help="of the model [%(default)s]")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights, as quick [%(default)s]")
     parser.add_argument("--blocks", type=int, default=256, help="of a run, in cpu, files, s3 and peer [%(default)s]")
     parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES, help="in files, s3 and peer [%(default)s]")
     parser.add_argument("--runs", type=int, default=5, help="whose median is shown [%(default)s]")
@@ -48,12 +50,15 @@ def arguments() -> argparse.Namespace:
 
 async def measure(args: argparse.Namespace, parts: list[str], folder: Path) -> Results:
     results = Results()
+    config = EngineConfig(
+        model=args.model, dtype=args.dtype, load_format=args.load_format, max_model_len=8192, kv_cache_bytes=1 << 30
+    )
     for part in parts:
         place = folder / part
         place.mkdir()
         match part:
             case "cpu":
-                results.media += await cpu.measure(args.model, args.dtype, args.blocks, args.runs, place)
+                results.media += await cpu.measure(config, args.blocks, args.runs, place)
             case "files":
                 for direct in (True, False):
                     mode = place / f"direct-{direct}"
@@ -67,7 +72,7 @@ async def measure(args: argparse.Namespace, parts: list[str], folder: Path) -> R
                 results.look_ups.append(await lookup.measure(place, args.index_blocks, args.prefix_blocks, 1000))
             case "ttft":
                 lengths = [int(length) for length in args.lengths.split(",")]
-                results.first_tokens += await ttft.measure(args.model, args.dtype, lengths, 3, place, 2 << 30)
+                results.first_tokens += await ttft.measure(config, lengths, 3, place, 2 << 30)
             case _:
                 raise SystemExit(f"{part} is none of {', '.join(PARTS)}")
     return results

@@ -64,12 +64,12 @@ async def attach(address: str, identity: BlockInfo) -> KvStoreConnector:
 class Pod:
     """A cache of a model's shape and what copies out of it. Everything on the event loop: one thread is measured."""
 
-    def __init__(self, model: Path, dtype: str, num_spans: int) -> None:
-        loaded = load_model(EngineConfig(model=model, dtype=dtype), lambda what, done, total: None)
+    def __init__(self, config: EngineConfig, num_spans: int) -> None:
+        loaded = load_model(config, lambda what, done, total: None)
         kv_dtype = kv_dtype_of("auto", loaded.dtype)
-        config = loaded.model_config
-        span_bytes = config.num_layers * 2 * 16 * config.kv_size * kv_dtype.itemsize
-        self.cache = KvCache(config, kv_dtype, 16, num_spans * span_bytes)
+        shape = loaded.model_config
+        span_bytes = shape.num_layers * 2 * 16 * shape.kv_size * kv_dtype.itemsize
+        self.cache = KvCache(shape, kv_dtype, 16, num_spans * span_bytes)
         self.cache.data.view(-1).view(dtype=self.cache.data.dtype).uniform_()
         no_id = BlockId(bytes(16))
         self.identity = BlockInfo(
@@ -99,8 +99,8 @@ class Pod:
             raise SystemExit(f"{here} of {len(ids)} blocks came back whole")
 
 
-async def measure(model: Path, dtype: str, num_spans: int, runs: int, folder: Path) -> list[Medium]:
-    pod = Pod(model, dtype, num_spans)
+async def measure(config: EngineConfig, num_spans: int, runs: int, folder: Path) -> list[Medium]:
+    pod = Pod(config, num_spans)
     size = pod.identity.size
     source = np.random.default_rng(0).integers(0, 256, (num_spans, size), np.uint8)
     target = np.zeros_like(source)

@@ -30,8 +30,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
 class Pod:
     """An engine process, asked one request at a time."""
 
-    def __init__(self, model: Path, dtype: str, name: str, address: str) -> None:
-        config = EngineConfig(model=model, dtype=dtype, max_model_len=8192, kv_cache_bytes=1 << 30)
+    def __init__(self, config: EngineConfig, name: str, address: str) -> None:
         self.engine = AsyncEngine(config, PodId(name), KvStoreOptions(addresses=(address,)))
         self._number = 0
 
@@ -60,9 +59,9 @@ class Pod:
                 await asyncio.sleep(0.05)
 
 
-async def measure(model: Path, dtype: str, lengths: list[int], runs: int, folder: Path, room: int) -> list[FirstToken]:
+async def measure(config: EngineConfig, lengths: list[int], runs: int, folder: Path, room: int) -> list[FirstToken]:
     async with kvstore(folder, f"[{{tier: cpu, bytes: {room}}}]") as address:
-        computes, hits = Pod(model, dtype, "computes", address), Pod(model, dtype, "hits", address)
+        computes, hits = Pod(config, "computes", address), Pod(config, "hits", address)
         try:
             for pod in (computes, hits):
                 await pod.engine.start()
