@@ -56,7 +56,7 @@ class Tier(Protocol):
         ...
 
     async def put(self, info: BlockInfo, data: memoryview) -> list[BlockInfo]:
-        """Stores a block, after evicting what must go for it: that is what it gives. Once it returns, the block survives a crash.
+        """Stores a block, after evicting what must go for it: that is what it gives. Once it returns, the block survives a crash of the process.
 
         `data` is not changed until then. Storing what is there already does nothing. Raises TierFailed, and holds nothing of it then.
         """

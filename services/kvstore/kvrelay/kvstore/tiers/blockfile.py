@@ -171,7 +171,9 @@ def _verify(info: BlockInfo, header: memoryview, payload: memoryview, rest: memo
 
 
 def write_block(path: str, temporary: str, header: bytes, data: memoryview, claim: Claim, flags: int) -> None:
-    """Leaves the whole block, on the disk to stay, or nothing; a crash may leave `temporary` besides.
+    """Leaves the whole block, its bytes on the disk, or nothing; a crash may leave `temporary` besides.
+
+    The folder is not synced, which would take as long as all else: after a power cut the block may be gone, but is never torn.
 
     Raises Abandoned, OSError, and Remains where a file is left after all.
     """
@@ -182,7 +184,6 @@ def write_block(path: str, temporary: str, header: bytes, data: memoryview, clai
         claim.check()
         os.rename(temporary, path)
         written = path
-        sync_folder(os.path.dirname(path))
     except BaseException as error:
         try:
             remove_file(written)

@@ -43,7 +43,7 @@ class FileTier:
     nothing is written into it any more, and what is read from it is thrown away; only its memory is held until the thread is done.
 
     A file that cannot be removed after a failed write stays counted until the tier is opened again, and goes then. Removals are not
-    synced: after a power cut a removed block may be back.
+    synced: after a power cut a removed block may be back, and one that was just stored may be gone.
 
     `direct`: O_DIRECT, so that blocks do not push other things out of the page cache; "auto": where the filesystem takes it.
     """
