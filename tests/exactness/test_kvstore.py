@@ -103,8 +103,8 @@ def test_random_conversations_through_all_tiers(
         for act in between:
             check(stack, conversations.take(30), at_once=5)
             loaded += loaded_tokens(stack)
-            for tier in stat(stack.node("kvstore-0")).tiers:
-                hits[tier.tier] += tier.counters.hits
+            counters = {tier.tier: tier.counters for tier in stat(stack.node("kvstore-0")).tiers}
+            hits = {tier: count + counters[tier].hits for tier, count in hits.items()}
             act(stack)
         check(stack, conversations.take(10), at_once=1)
         assert_store_whole(stack.node("kvstore-0"))
