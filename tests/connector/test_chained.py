@@ -2,15 +2,18 @@
 
 import asyncio
 import random
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvrelay.common.ids import BlockId, PodId
+from kvrelay.common.ids import BlockId, Fingerprint, PodId
+from kvrelay.common.layout import KvDtype, KvLayout
 from kvrelay.engine.config import KvStoreOptions
 from kvrelay.engine.connector.chained import ConnectorChain
 from kvrelay.engine.connector.kvstore import KvStoreConnector
-from kvrelay.engine.connector.port import make_connector
+from kvrelay.engine.connector.port import identity_of, make_connector
 from kvrelay.transfer.block import checksum
 from kvrelay.transfer.segments import heads
 from tests.connector.hostile import QUICK, access, until
@@ -121,11 +124,25 @@ def stock_of(ids: list[BlockId]) -> Shelf:
 
 @pytest.mark.unit
 def test_what_the_options_make() -> None:
-    def made(*addresses: str) -> object:
-        return make_connector(KvStoreOptions(addresses=addresses), PodId("p"), identity())
+    cache = types.SimpleNamespace(dtype=KvDtype.FLOAT32, span_bytes=lambda dtype: 1000 * dtype.itemsize)
+    layout = KvLayout(fingerprint=Fingerprint("f"), groups=())
+    loaded = types.SimpleNamespace(fingerprint=Fingerprint("f"), dtype="float32")
+    built: Any = types.SimpleNamespace(cache=cache, layout=layout, loaded=loaded)
 
-    assert make_connector(None, PodId("p"), identity()) is None
-    assert isinstance(made("a:1"), KvStoreConnector)
+    def made(*addresses: str, dtype: str = "auto") -> object:
+        return make_connector(KvStoreOptions(addresses=addresses, dtype=dtype), PodId("p"), built)
+
+    assert make_connector(None, PodId("p"), built) is None
+    one = made("a:1")
+    assert isinstance(one, KvStoreConnector)
+    assert (one._access.dtype, one._access.readable) == (KvDtype.FLOAT32, (KvDtype.FLOAT32,))
+    eight = made("a:1", dtype="float8_e4m3")
+    assert isinstance(eight, KvStoreConnector)
+    assert (eight._access.dtype, set(eight._access.readable)) == (
+        KvDtype.FLOAT8_E4M3,
+        {KvDtype.FLOAT32, KvDtype.FLOAT8_E4M3},
+    )
+    assert identity_of(built, KvStoreOptions(addresses=(), dtype="float8_e4m3")).size == 1000
     chain = made("a:1", "b:2")
     assert isinstance(chain, ConnectorChain)
     assert [each._access.address for each in chain._connectors if isinstance(each, KvStoreConnector)] == ["a:1", "b:2"]
