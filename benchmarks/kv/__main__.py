@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
 async def measure(args: argparse.Namespace, parts: list[str], folder: Path) -> Results:
     results = Results()
     config = EngineConfig(
-        model=args.model, dtype=args.dtype, load_format=args.load_format, max_model_len=8192, kv_cache_bytes=1 << 30
+        model=args.model, dtype=args.dtype, load_format=args.load_format, max_model_len=8192, kv_cache_bytes=256 << 20
     )
     for part in parts:
         place = folder / part
