@@ -5,20 +5,18 @@ import secrets
 import socket
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import NoDecode
 
-from kvrelay.common.access import read_token, token_option
-from kvrelay.common.settings import ServiceSettings, Size, format_size
+from kvrelay.common.access import read_token
+from kvrelay.common.pod.settings import ListenerSettings
+from kvrelay.common.settings import Size, format_size
 
-Port = Annotated[int, Field(ge=0, le=65535)]
 PolicyName = Literal["lru", "arc"]
 Encoding = Literal["exact", "zstd"]
-BASE_PORT = 9300
-PORTS_PER_STORE = 10
 MIN_MEMORY_BYTES = 4096
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -152,23 +150,15 @@ def _said(where: str, fault: Any) -> str:
 Tiers = Annotated[tuple[AnyTier, ...], NoDecode, BeforeValidator(parse_tiers)]
 
 
-class KvStoreSettings(ServiceSettings):
+class KvStoreSettings(ListenerSettings):
     """A node's KV store: keeps KV blocks for later requests in memory, files and S3, for the pods of the node."""
+
+    base_port: ClassVar[int] = 9300
 
     tiers: Tiers = (CpuTier(tier="cpu", bytes=512 << 20),)
     """A list in YAML, the nearest first: [{tier: cpu, bytes: 512MiB, policy: arc}, {tier: file, bytes: 2GiB, directory: DIR},
     {tier: s3, bytes: 10GiB, bucket: NAME, endpoint: URL}]."""
 
-    host: str = "127.0.0.1"
-    """Where to listen: 0.0.0.0 is all interfaces."""
-    advertise_host: str | None = None
-    """Under which other nodes reach this one; not set: the host that it listens on."""
-    index: int = Field(default=0, ge=0, lt=PORTS_PER_STORE)
-    """Which store of this host; decides the ports."""
-    grpc_port: Port | None = None
-    """Not set: by index; 0: any free one."""
-    http_port: Port | None = None
-    """Not set: one above the gRPC port; 0: any free one."""
     node_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")
     """The same after a restart, and no other node's. Not set: by host name and port."""
     grace_seconds: float = Field(default=10.0, ge=0, le=3600)
@@ -186,41 +176,6 @@ class KvStoreSettings(ServiceSettings):
     """Within which another node sends something of what it was asked for, or is left alone for a while."""
     peer_tls_ca: Path | None = None
     """PEM file: who signs other stores' certificates; with it they are called with TLS and this store's certificate."""
-
-    auth_token: SecretStr | None = None
-    """Callers must bring it as `authorization: Bearer TOKEN`."""
-    auth_token_file: Path | None = None
-    """A file with that token, in place of the token itself, which all users of the host could read in the command line."""
-    tls_cert: Path | None = None
-    """PEM file: this store's certificate chain."""
-    tls_key: Path | None = None
-    """PEM file: its private key."""
-    tls_ca: Path | None = None
-    """PEM file: callers must show a certificate that this authority signed."""
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        token_option("auth-token", self.auth_token, self.auth_token_file)
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("options --tls-cert and --tls-key go together")
-        if self.tls_ca is not None and self.tls_cert is None:
-            raise ValueError("option --tls-ca needs --tls-cert and --tls-key")
-        return self
-
-    @cached_property
-    def token(self) -> str:
-        """Empty: callers need none. Raises ValueError where its file cannot be read."""
-        return token_option("auth-token", self.auth_token, self.auth_token_file)
-
-    @property
-    def listen_grpc(self) -> int:
-        return BASE_PORT + PORTS_PER_STORE * self.index if self.grpc_port is None else self.grpc_port
-
-    @property
-    def listen_http(self) -> int:
-        if self.http_port is not None:
-            return self.http_port
-        return self.listen_grpc + 1 if self.listen_grpc else 0
 
     @cached_property
     def node(self) -> str:

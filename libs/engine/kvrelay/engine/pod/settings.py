@@ -2,23 +2,19 @@
 
 import secrets
 import socket
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
-from kvrelay.common.access import token_option
 from kvrelay.common.discovery import PodRole
 from kvrelay.common.ids import PodId
-from kvrelay.common.settings import ServiceSettings, Size
+from kvrelay.common.pod.settings import ListenerSettings
+from kvrelay.common.settings import Size
 from kvrelay.engine.config import EngineConfig, KvStoreOptions
 
-Port = Annotated[int, Field(ge=0, le=65535)]
-PORTS_PER_POD = 10
 
-
-class PodSettings(ServiceSettings):
+class PodSettings(ListenerSettings):
     """A pod: where it listens, how it is found, and the engine in it."""
 
     base_port: ClassVar[int] = 9200
@@ -28,31 +24,10 @@ class PodSettings(ServiceSettings):
     engine: Literal["process", "fake"] = "process"
     """process, or fake: tokens without a model, for trying out what surrounds the engine."""
 
-    host: str = "127.0.0.1"
-    """Where to listen: 0.0.0.0 is all interfaces."""
-    advertise_host: str | None = None
-    """Under which others reach this pod; not set: the host that it listens on."""
-    index: int = Field(default=0, ge=0, lt=PORTS_PER_POD)
-    """Which pod of its kind on this host; decides the ports."""
-    grpc_port: Port | None = None
-    """Not set: by kind and index; 0: any free one."""
-    http_port: Port | None = None
-    """Not set: one above the gRPC port; 0: any free one."""
     pod_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
     """Not set: by role, host name and port."""
     grace_seconds: float = Field(default=30.0, ge=0, le=3600)
     """How long running requests may go on after SIGTERM."""
-
-    auth_token: SecretStr | None = None
-    """Callers must bring it as `authorization: Bearer TOKEN`."""
-    auth_token_file: Path | None = None
-    """A file with that token, in place of the token itself, which all users of the host could read in the command line."""
-    tls_cert: Path | None = None
-    """PEM file: this pod's certificate chain."""
-    tls_key: Path | None = None
-    """PEM file: its private key."""
-    tls_ca: Path | None = None
-    """PEM file: callers must show a certificate that this authority signed."""
 
     model: Path | None = None
     """Folder of the model."""
@@ -134,11 +109,6 @@ class PodSettings(ServiceSettings):
         if self.kv_events_zmq_replay is not None and self.kv_events_zmq is None:
             raise ValueError("option --kv-events-zmq-replay needs --kv-events-zmq")
         self.engine_config()
-        token_option("auth-token", self.auth_token, self.auth_token_file)
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("options --tls-cert and --tls-key go together")
-        if self.tls_ca is not None and self.tls_cert is None:
-            raise ValueError("option --tls-ca needs --tls-cert and --tls-key")
         return self
 
     def engine_config(self) -> EngineConfig:
@@ -155,35 +125,17 @@ class PodSettings(ServiceSettings):
         """Pods and stores have one token. None: there is no store."""
         if not self.kvstore:
             return None
-        addresses = tuple(self.kvstore.split(","))
-        if self.kvstore_tls_ca is None:
-            return KvStoreOptions(
-                addresses=addresses, token=self.token, load=self.kvstore_load, dtype=self.kvstore_dtype
-            )
+        own = (self.tls_cert, self.tls_key) if self.kvstore_tls_ca is not None else (None, None)
+        ca, cert, key = (str(path or "") for path in (self.kvstore_tls_ca, *own))
         return KvStoreOptions(
-            addresses=addresses,
+            addresses=tuple(self.kvstore.split(",")),
             token=self.token,
-            tls_ca=str(self.kvstore_tls_ca),
-            tls_cert=str(self.tls_cert or ""),
-            tls_key=str(self.tls_key or ""),
+            tls_ca=ca,
+            tls_cert=cert,
+            tls_key=key,
             load=self.kvstore_load,
             dtype=self.kvstore_dtype,
         )
-
-    @cached_property
-    def token(self) -> str:
-        """Empty: callers need none. Raises ValueError where its file cannot be read."""
-        return token_option("auth-token", self.auth_token, self.auth_token_file)
-
-    @property
-    def listen_grpc(self) -> int:
-        return self.base_port + PORTS_PER_POD * self.index if self.grpc_port is None else self.grpc_port
-
-    @property
-    def listen_http(self) -> int:
-        if self.http_port is not None:
-            return self.http_port
-        return self.listen_grpc + 1 if self.listen_grpc else 0
 
     @property
     def model_name(self) -> str:
