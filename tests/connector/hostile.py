@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from kvrelay.common.access import PodAccess, bearer
 from kvrelay.common.discovery import RetryPolicy
 from kvrelay.common.ids import BlockId, PodId
 from kvrelay.common.layout import KvDtype
@@ -92,7 +93,7 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 def access(address: str, identity: BlockInfo, token: str = "") -> KvStoreAccess:
     return KvStoreAccess(
         address=address,
-        token=token,
+        rpc=PodAccess(bearer(token)),
         pod_id=PodId("pod"),
         fingerprint=identity.fingerprint,
         shape=identity.shape,

@@ -6,13 +6,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 
 import grpc
 import grpc.aio
 
+from kvrelay.common.access import PodAccess
 from kvrelay.common.discovery import RetryPolicy
-from kvrelay.common.errors import Internal, KvrelayError, TransferFailed, Unavailable
+from kvrelay.common.errors import KvrelayError, TransferFailed, Unavailable
 from kvrelay.common.ids import BlockId, Fingerprint, PodId
 from kvrelay.common.layout import KvDtype
 from kvrelay.common.rpc import CHANNEL_OPTIONS, from_rpc_error
@@ -43,29 +43,13 @@ class KvStoreAccess:
     """Where the store is, and what it is told of the pod."""
 
     address: str
-    token: str = ""
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    rpc: PodAccess = dataclasses.field(default_factory=PodAccess)
+    """The token and TLS with which it is called."""
     pod_id: PodId
     fingerprint: Fingerprint
     shape: str
     dtype: KvDtype
     readable: tuple[KvDtype, ...]
-
-    def channel(self) -> grpc.aio.Channel:
-        """Raises Internal where a certificate cannot be read."""
-        if self.tls_ca is None:
-            return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-        try:
-            credentials = grpc.ssl_channel_credentials(
-                self.tls_ca.read_bytes(),
-                self.tls_key.read_bytes() if self.tls_key else None,
-                self.tls_cert.read_bytes() if self.tls_cert else None,
-            )
-        except OSError as error:
-            raise Internal(f"cannot read {error.filename}: {error.strerror}") from error
-        return grpc.aio.secure_channel(self.address, credentials, options=CHANNEL_OPTIONS)
 
 
 class KvStoreConnector:
@@ -157,8 +141,8 @@ class KvStoreConnector:
 
     async def _attach(self) -> None:
         """Until the stream ends. Raises AioRpcError, OSError, ValueError, KvrelayError."""
-        metadata = (("authorization", f"Bearer {self._access.token}"),) if self._access.token else None
-        async with self._access.channel() as channel:
+        rpc = self._access.rpc
+        async with rpc.channel(self._access.address, CHANNEL_OPTIONS) as channel:
             access = self._access
             hello = pb.AttachHello(
                 pod_id=access.pod_id,
@@ -170,7 +154,7 @@ class KvStoreConnector:
             outgoing = Outgoing(MAX_OUTGOING)
             outgoing.put_nowait(pb.AttachRequest(hello=hello))
             # Its type knows only of calls that are given an iterator.
-            call: Stream = kvstore_pb2_grpc.KvStoreStub(channel).Attach(metadata=metadata)  # type: ignore[call-arg]
+            call: Stream = kvstore_pb2_grpc.KvStoreStub(channel).Attach(metadata=rpc.metadata)  # type: ignore[call-arg]
             writer = asyncio.create_task(_write(call, outgoing), name="kvstore-write")
             try:
                 await self._converse(aiter(call), outgoing)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kvrelay.common.access import PodAccess
 from kvrelay.common.ids import BlockId, PodId
 from kvrelay.common.layout import KvDtype
 from kvrelay.common.tasks import end_task
@@ -41,7 +42,7 @@ def identity_of(built: Built, options: KvStoreOptions | None) -> BlockInfo:
 
 
 def make_connector(options: KvStoreOptions | None, pod_id: PodId, built: Built) -> Connector | None:
-    """None: there is no store. Raises as `identity_of` does."""
+    """None: there is no store. Raises as `identity_of` does, and Internal where a certificate cannot be read."""
     if options is None:
         return None
     identity, own = identity_of(built, options), built.cache.dtype
@@ -53,10 +54,7 @@ def _access(options: KvStoreOptions, address: str, pod_id: PodId, identity: Bloc
     ca, cert, key = (Path(p) if p else None for p in (options.tls_ca, options.tls_cert, options.tls_key))
     return KvStoreAccess(
         address=address,
-        token=options.token,
-        tls_ca=ca,
-        tls_cert=cert,
-        tls_key=key,
+        rpc=PodAccess.load(options.token, ca=ca, cert=cert, key=key),
         pod_id=pod_id,
         fingerprint=identity.fingerprint,
         shape=identity.shape,

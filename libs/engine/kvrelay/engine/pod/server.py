@@ -15,7 +15,7 @@ from kvrelay.common import net
 from kvrelay.common.discovery import PodRecord, Registration
 from kvrelay.common.errors import Draining, Internal, KvrelayError
 from kvrelay.common.modelfiles import tokenizer_digest
-from kvrelay.common.pod.security import TokenInterceptor, server_credentials
+from kvrelay.common.pod.security import TokenInterceptor, bind
 from kvrelay.common.pod.state import PodState
 from kvrelay.common.pod.web import WebApp, WebServer
 from kvrelay.common.rpc import SERVER_OPTIONS
@@ -217,19 +217,9 @@ class Pod:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (POD_SERVICE, *SERVICES[settings.role], health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        self.grpc_port = self._bind(server)
-        return server
-
-    def _bind(self, server: grpc.aio.Server) -> int:
-        settings = self._settings
         address = net.join(settings.host, settings.listen_grpc)
-        try:
-            if settings.tls_cert is None or settings.tls_key is None:
-                return server.add_insecure_port(address)
-            credentials = server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca)
-            return server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise Internal(f"cannot listen on {address}: {error}") from error
+        self.grpc_port = bind(server, address, settings.tls_cert, settings.tls_key, settings.tls_ca)
+        return server
 
     async def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus.ValueType") -> None:
         for service in ("", POD_SERVICE, *SERVICES[self._settings.role]):
