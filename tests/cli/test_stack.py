@@ -217,6 +217,7 @@ def test_demo(model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     shown = capfd.readouterr().out
     assert "Why?\n[bold]$x" in shown
     assert "prefill-0" in shown
+    assert "KV store" in shown
     assert "bytes" in shown
     assert "time to first token" in shown
     assert Stack.attach(tmp_path) is None

@@ -13,6 +13,7 @@ from kvrelay.cli.inspection import PodReport, inspect
 from kvrelay.cli.model import DEFAULT_DIR, ensure_model
 from kvrelay.cli.options import StackOptions
 from kvrelay.cli.stack import Stack
+from kvrelay.cli.store import stat
 from kvrelay.cli.terminal import terminal
 from kvrelay.cli.up import mebibytes, watched
 
@@ -36,6 +37,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> int:
     options = StackOptions(
         model=args.model.resolve(),
         engine=args.engine,
+        kvstore=1,
         free_ports=True,
         redis_url=os.environ.get("REDIS_URL", ""),
         cluster=f"demo-{os.getpid()}",
@@ -80,6 +82,9 @@ def _happened(stack: Stack, timing: Timing) -> Table:
     table.add_row("KV pushed over UCX", f"{pushed} bytes ({mebibytes(pushed)}) in {1000 * seconds:.1f} ms")
     usage = timing.usage
     table.add_row("prompt", f"{usage.prompt_tokens} tokens, {usage.cached_tokens} of them prefix hits")
+    for node in stack.kvstores:
+        kept = stat(node.grpc_address, stack.pod_token)
+        table.add_row("KV store", ", ".join(f"{tier.tier} {tier.num_blocks} blocks" for tier in kept.tiers))
     table.add_row("time to first token", f"{timing.ttft_ms:.0f} ms")
     after = f"{usage.completion_tokens} tokens, {timing.tokens_per_second:.1f} a second after the first"
     table.add_row("answer", f"{after} ({timing.finish_reason})")
