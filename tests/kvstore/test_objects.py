@@ -38,7 +38,7 @@ pytestmark = pytest.mark.unit
 
 
 def test_a_key_says_all_of_a_block(rng: random.Random) -> None:
-    info, _ = make_block(rng, SIZE, head=BlockId(rng.randbytes(16)), encoding="fp8", shape="5/é\0")
+    info, _ = make_block(rng, SIZE, head=BlockId(rng.randbytes(16)), encoding="zstd", shape="5/é\0")
     key = block_key("kv/node-1", info)
     assert key.startswith(f"kv/node-1/{info.id.hex()[:2]}/{info.id.hex()}.")
     assert parse_key("kv/node-1", key) == info
@@ -321,7 +321,7 @@ def damages(info: BlockInfo, data: memoryview, good: bytes, rng: random.Random) 
     other, payload = make_block(rng, SIZE)
     yield "another block", objects.encode_header(other) + payload
     yield "another's header", objects.encode_header(other) + data
-    renamed = msgspec.structs.replace(info, encoding="fp8")
+    renamed = msgspec.structs.replace(info, encoding="zstd")
     yield "another encoding", objects.encode_header(renamed) + data
 
 

@@ -51,14 +51,12 @@ class _EncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Encoding.Val
     ENCODING_UNSPECIFIED: _Encoding.ValueType  # 0
     ENCODING_EXACT: _Encoding.ValueType  # 1
     ENCODING_ZSTD: _Encoding.ValueType  # 2
-    ENCODING_FP8: _Encoding.ValueType  # 3
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper): ...
 
 ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
 ENCODING_EXACT: Encoding.ValueType  # 1
 ENCODING_ZSTD: Encoding.ValueType  # 2
-ENCODING_FP8: Encoding.ValueType  # 3
 Global___Encoding: _TypeAlias = Encoding  # noqa: Y015
 
 @_typing.final

@@ -22,7 +22,7 @@ SAID_BYTES = 4
 MAX_LOCATIONS = 16
 """Of one block. More would be of no use: the oldest makes way."""
 TIERS = ("cpu", "file", "s3")
-ENCODINGS = ("exact", "zstd", "fp8")
+ENCODINGS = ("exact", "zstd")
 _DTYPES = tuple(KvDtype)
 _COMMON = struct.Struct("<Q8sBBB8s")
 _RECORD = struct.Struct("<27sIQI")

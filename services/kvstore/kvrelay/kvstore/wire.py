@@ -20,7 +20,7 @@ MAX_FETCHED = 1024
 _SHAPE = re.compile(r"[0-9a-f]{16}")
 _DTYPES = {dtype.value: dtype for dtype in KvDtype}
 _TIERS = {"cpu": pb.TIER_CPU, "file": pb.TIER_FILE, "s3": pb.TIER_S3, "peer": pb.TIER_PEER}
-_ENCODINGS = {"exact": pb.ENCODING_EXACT, "zstd": pb.ENCODING_ZSTD, "fp8": pb.ENCODING_FP8}
+_ENCODINGS = {"exact": pb.ENCODING_EXACT, "zstd": pb.ENCODING_ZSTD}
 
 
 def hello_from_proto(message: pb.AttachHello) -> Hello:
