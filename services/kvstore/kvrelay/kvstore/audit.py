@@ -156,7 +156,7 @@ async def _read(chain: Chain, level: Level, info: BlockInfo, buffer: bytearray, 
     try:
         await level.tier.get(info.id, memoryview(buffer))
     except Missing:
-        pass
+        pass  # evicted since it was listed
     except Corrupt:
         seen.num_corrupt += 1
         level.counters.corrupt += 1
