@@ -85,6 +85,7 @@ class KvStorePort:
         self._loads = Loads(engine, connector, copier, self._threads[0], on_change, always=load_always)
         self._stores = Stores(engine, connector, copier, self._threads[1], on_change)
         self._on_change = on_change
+        self._said = KvStoreCounters()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -96,11 +97,9 @@ class KvStorePort:
 
     async def _watch(self) -> None:
         """What is counted here changes without a step as well."""
-        said = self.counters()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if (now := self.counters()) != said:
-                said = now
+            if self._count() != self._said:
                 self._on_change()
 
     async def close(self) -> None:
@@ -113,6 +112,11 @@ class KvStorePort:
         await self._connector.close()
 
     def counters(self) -> KvStoreCounters:
+        """To be said: `_watch` sees to it that what changes after it is said as well."""
+        self._said = self._count()
+        return self._said
+
+    def _count(self) -> KvStoreCounters:
         loads, stores = self._loads.counters, self._stores.counters
         return KvStoreCounters(
             attached=self._connector.ready,
