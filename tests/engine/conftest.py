@@ -22,7 +22,7 @@ from kvrelay.common.request import (
     SamplingParams,
     TokenLogprob,
 )
-from kvrelay.engine.batch import Batch, LayerHook, Sample, Scheduled, StepResult
+from kvrelay.engine.batch import Batch, Done, LayerHook, Sample, Scheduled, StepResult
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.core import Engine, Reservation, StepUpdate
 from kvrelay.engine.pool import CacheListener
@@ -47,7 +47,11 @@ def next_token(kv: int, choice: int) -> int:
 
 
 class CheckingRunner:
-    def __init__(self, block_size: int, max_num_seqs: int) -> None:
+    """With a `depth` of 2, tokens that the engine does not know yet are those that were sampled last."""
+
+    def __init__(self, block_size: int, max_num_seqs: int, depth: int = 1) -> None:
+        self.depth = depth
+        self.last: dict[Sequence, int] = {}
         self.block_size = block_size
         self.kv: dict[tuple[int, int], int] = {}
         self.free_rows = list(range(max_num_seqs))
@@ -57,8 +61,10 @@ class CheckingRunner:
         self.spoilt: set[RequestId] = set()
         """Whose logits are not finite."""
 
-    def execute(self, batch: Batch, on_layer: LayerHook) -> StepResult:
+    def launch(self, batch: Batch, on_layer: LayerHook) -> Done:
         assert batch.parts
+        for part in batch.parts:
+            assert part.end - len(part.seq.tokens) <= (self.depth > 1), "more than one token is unknown"
         sizes = [part.num_tokens for part in batch.parts]
         assert sizes == sorted(sizes, key=lambda size: size > 1), "single tokens come first"
         assert min(sizes) > 0
@@ -67,18 +73,23 @@ class CheckingRunner:
             self._give_row(part.seq)
         self._write(batch.parts)
         for part in batch.parts:
-            self.verify(part.seq.blocks, part.seq.tokens[: part.end])
+            self.verify(part.seq.blocks, self.tokens(part))
         on_layer(0)
         self.batches.append(
             [(part.seq.request.request_id, part.seq.choice, part.start, part.num_tokens) for part in batch.parts]
         )
-        samples = [sample for part in batch.parts if part.samples for sample in self._sample(part.seq)]
+        samples = [sample for part in batch.parts if part.samples for sample in self._sample(part)]
+        self.last.update({sample.seq: sample.token for sample in samples})
         logprobs = {
             part.seq: _prompt_logprobs(part)
             for part in batch.parts
             if part.seq.request.sampling.prompt_logprobs is not None and part.start < part.seq.num_prompt - 1
         }
-        return StepResult(samples, logprobs, self.seconds)
+        return Done(StepResult(samples, logprobs, self.seconds))
+
+    def tokens(self, part: Scheduled) -> list[int]:
+        known = part.seq.tokens[: part.end]
+        return known if len(known) == part.end else [*known, self.last[part.seq]]
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         sources, targets = {source for source, _ in copies}, [target for _, target in copies]
@@ -93,8 +104,8 @@ class CheckingRunner:
     def _write(self, parts: list[Scheduled]) -> None:
         written = set()
         for part in parts:
-            assert part.start == part.seq.num_computed
-            values = prefixes(part.seq.tokens[: part.end])
+            assert part.end == part.seq.position, "the part is in flight"
+            values = prefixes(self.tokens(part))
             for position in range(part.start, part.end):
                 slot = self.slot(part.seq.blocks, position)
                 assert slot not in written, "two sequences write one slot"
@@ -118,10 +129,11 @@ class CheckingRunner:
         if seq.row < 0:
             seq.row = self.free_rows.pop()
 
-    def _sample(self, seq: Sequence) -> list[Sample]:
+    def _sample(self, part: Scheduled) -> list[Sample]:
+        seq = part.seq
         if seq.request.request_id in self.spoilt:
             return []
-        kv = prefixes(seq.tokens)[-1]
+        kv = prefixes(self.tokens(part))[-1]
         choices = range(seq.choice, seq.choice + seq.num_branches)
         wants = seq.request.sampling.logprobs is not None
         return [
@@ -159,10 +171,16 @@ class Harness:
     """An engine with the checking runner, and what its requests were told."""
 
     def __init__(
-        self, num_blocks: int = 64, max_model_len: int = 512, listener: CacheListener | None = None, **options: Any
+        self,
+        num_blocks: int = 64,
+        max_model_len: int = 512,
+        listener: CacheListener | None = None,
+        depth: int = 1,
+        **options: Any,
     ) -> None:
         options = {"model": "none", "max_num_seqs": 4, "max_num_batched_tokens": 64} | options
         self.config = EngineConfig(**options)
+        self.depth = depth
         self.runner = self.make_runner(num_blocks)
         self.port = Port()
         self.engine = Engine(
@@ -181,7 +199,7 @@ class Harness:
         self.notices: list[tuple[RequestId, Any]] = []
 
     def make_runner(self, num_blocks: int) -> CheckingRunner:
-        return CheckingRunner(self.config.block_size, self.config.max_num_seqs)
+        return CheckingRunner(self.config.block_size, self.config.max_num_seqs, self.depth)
 
     def take(self, update: StepUpdate) -> StepUpdate:
         """Keeps each index once, as a router does; a repeated one must say the same."""

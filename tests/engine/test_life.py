@@ -2,6 +2,7 @@
 equals the plain loop, and in the end all is free."""
 
 import random
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from kvrelay.common.errors import NoCapacity
 from kvrelay.common.ids import RequestId
 from kvrelay.common.request import EngineRequest, ResumedChoice
-from kvrelay.engine.batch import Batch
+from kvrelay.engine.batch import Batch, Running
 from kvrelay.engine.core import Reservation
 from kvrelay.engine.sequence import Sequence
 
@@ -36,7 +37,7 @@ DEEDS = {
 class Lives:
     """What a pod's front, its transfer and its step loop do to an engine, in random order, and what must come of it."""
 
-    def __init__(self, harness: Any, rng: random.Random) -> None:
+    def __init__(self, harness: Any, rng: random.Random, depth: int) -> None:
         self.rng = rng
         block_size = rng.choice((16, 32))
         self.h = harness(
@@ -47,6 +48,7 @@ class Lives:
             max_num_batched_tokens=rng.choice((1, 7, 40, 200)),
             watermark=rng.choice((0.0, 0.2)),
             prefix_caching=rng.random() < 0.7,
+            depth=depth,
         )
         self.requests: dict[RequestId, EngineRequest] = {}
         self.open: dict[RequestId, Reservation] = {}
@@ -57,7 +59,8 @@ class Lives:
         self.attempts: dict[RequestId, int] = {}
         self.ended: set[RequestId] = set()
         """Aborted, revoked or refused: nothing is expected of them."""
-        self.batch: Batch | None = None
+        self.flights: deque[Batch] = deque()
+        self.launched: deque[Running] = deque()
 
     def live(self, num_deeds: int) -> None:
         for _ in range(num_deeds):
@@ -78,6 +81,8 @@ class Lives:
             cache_salt=rng.choice(("", "", "s")),
             max_tokens=rng.choice((1, 3, 40, 80)),
             ignore_eos=rng.random() < 0.7,
+            stop_token_ids=rng.choice(((), (), (7, 50))),
+            presence_penalty=rng.choice((0.0, 0.0, 0.1)),
             prompt_logprobs=rng.choice((None, None, 0)),
             resume=resume,
         )
@@ -181,13 +186,15 @@ class Lives:
         return "PromptComputed" in self.h.kinds(request_id)
 
     def half_step(self) -> None:
-        if self.batch is None:
-            self.batch = self.h.engine.schedule()
-            self.h.take(self.h.engine.drain())
-            self.revoked()
-        else:
-            self.h.take(self.h.engine.update(self.batch, self.h.engine.run(self.batch)))
-            self.batch = None
+        """One of: schedule, launch what was scheduled, take in what the first step in flight has computed."""
+        if len(self.launched) < len(self.flights):
+            self.launched.append(self.h.engine.launch(self.flights[-1]))
+        elif (batch := self.h.engine.schedule()) is not None:
+            self.flights.append(batch)
+        elif self.flights:
+            self.h.take(self.h.engine.update(self.flights.popleft(), self.launched.popleft().result()))
+        self.h.take(self.h.engine.drain())
+        self.revoked()
 
     def steps(self) -> None:
         for _ in range(2 * self.rng.randint(1, 15)):
@@ -218,7 +225,7 @@ class Lives:
             for request_id in [key for key in self.pushes if self.computed(key) or key in self.ended]:
                 self.h.engine.push_done(request_id)
                 del self.pushes[request_id]
-            if self.batch is None and not self.h.engine.has_work:
+            if not self.h.engine.has_work:
                 break
         self.h.take(self.h.engine.drain())
         self.h.check_empty()
@@ -234,7 +241,8 @@ class Lives:
                 self.h.check_output(request, choice)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
-def test_lives(harness: Any, seed: int) -> None:
-    Lives(harness, random.Random(seed)).live(150)
+def test_lives(harness: Any, depth: int, seed: int) -> None:
+    Lives(harness, random.Random(seed), depth).live(150)

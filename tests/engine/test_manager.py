@@ -109,6 +109,8 @@ def test_a_copys_source_lives_until_the_step_is_done() -> None:
     assert manager.grow(other, 16)
     assert not manager.grow(other, 30)
     assert tail not in (*other.blocks, *parent.blocks)
+    assert manager.take_copies() == [(tail, parent.blocks[1])]
+    assert manager.take_copies() == []  # of a step ahead
     manager.end_step()
     assert manager.grow(other, 30)
     assert tail in other.blocks

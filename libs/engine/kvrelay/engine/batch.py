@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 from kvrelay.common.request import PositionLogprobs
 from kvrelay.engine.sequence import Sequence
@@ -12,20 +13,32 @@ LayerHook = Callable[[int], None]
 
 @dataclasses.dataclass(slots=True)
 class Scheduled:
-    """A sequence's part of a step: `tokens[start : start + num_tokens]`."""
+    """A sequence's part of a step: `tokens[start : start + num_tokens]`.
+
+    The last of them may be one that the step before samples: it is not in `seq.tokens` when the step is launched.
+    """
 
     seq: Sequence
     start: int
     num_tokens: int
+    samples: bool = dataclasses.field(init=False)
+    """The part reaches the end of the tokens: the next one, at `end`, is sampled."""
+
+    def __post_init__(self) -> None:
+        self.samples = self.end == self.seq.length
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
 
-    @property
-    def samples(self) -> bool:
-        """The part reaches the end of the tokens: the next one is sampled."""
-        return self.end == len(self.seq.tokens)
+    def take_off(self) -> None:
+        """The step is in flight."""
+        self.seq.num_ahead += self.num_tokens
+        self.seq.num_unknown += self.samples
+
+    def land(self) -> None:
+        self.seq.num_ahead -= self.num_tokens
+        self.seq.num_unknown -= self.samples
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,3 +74,27 @@ class StepResult:
     samples: list[Sample]
     prompt_logprobs: dict[Sequence, list[PositionLogprobs]] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
+
+
+class Running(Protocol):
+    """A step that was launched."""
+
+    @property
+    def done(self) -> bool:
+        """`result` need not wait."""
+        ...
+
+    def result(self) -> StepResult:
+        """Waits for it. Once. Raises what the step failed with."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was computed when it was launched."""
+
+    step: StepResult
+    done: bool = True
+
+    def result(self) -> StepResult:
+        return self.step

@@ -1,18 +1,22 @@
 """The engine: one step after another over all requests, whatever part they are for.
 
-    step = schedule ──▶ run ──▶ update            run touches the runner only and may happen on another thread;
-                                                  all else, and every other call, is for the one thread that owns the engine
+    step = schedule ──▶ launch ──▶ result ──▶ update      launch and result touch the runner only and may happen on another
+                                                          thread; all else, and every other call, is for the one thread that
+                                                          owns the engine
 
-Between `schedule` and `update` any other call may come. What the step in flight works on keeps its blocks until `update`.
+Between `schedule` and `update` any other call may come. What a step in flight works on keeps its blocks until `update`. Where
+the runner allows for it, the next step is scheduled and launched before the result of the first is there: it continues those
+sequences whose next token depends on nothing but the KV, and takes the tokens that it does not know yet from the device.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, KeysView
 from typing import Protocol
 
 from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, TransferFailed
 from kvrelay.common.ids import Fingerprint, RequestId
 from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs
-from kvrelay.engine.batch import Batch, LayerHook, Sample, StepResult
+from kvrelay.engine.batch import Batch, LayerHook, Running, Sample, StepResult
 from kvrelay.engine.budget import StepBudget
 from kvrelay.engine.check import violations
 from kvrelay.engine.config import EngineConfig
@@ -40,10 +44,13 @@ _CPU_START = 64
 
 
 class Runner(Protocol):
-    def execute(self, batch: Batch, on_layer: LayerHook) -> StepResult: ...
+    depth: int
+    """Steps that may be in flight: with 2, one is launched while the one before it computes."""
+
+    def launch(self, batch: Batch, on_layer: LayerHook) -> Running: ...
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence is in no step any more, or not before it is computed anew. Never called during `execute`."""
+        """The sequence is in no step any more, or not before it is computed anew. Never called during `launch`."""
         ...
 
 
@@ -84,9 +91,14 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             watermark=-int(-config.watermark * num_blocks // 1),
             reclaim=lambda: self._admission.revoke_newest(),
+            goes_on=self.limits.may_go_on,
         )
         self._ledger = Ledger(self.manager, self.scheduler, self.limits, NoTransfer())
         self._admission = Admission(self._ledger, self.manager, self.scheduler, self.limits)
+        self._flights: deque[Batch] = deque()
+        """Scheduled and not updated, in order."""
+        self._running: deque[tuple[Batch, Running]] = deque()
+        """What `step` has launched."""
         self._steps = 0
         self._step_ms = 0.0
         self._prompt_tokens = self._computed_tokens = self._cached_tokens = self._generated_tokens = 0
@@ -197,41 +209,55 @@ class Engine:
 
     def step(self) -> StepUpdate:
         batch = self.schedule()
-        if batch is None:
-            return self.drain()
         try:
-            result = self.run(batch)
-        except BaseException:  # Ctrl-C as well: the step in flight lets go of its blocks
+            if batch is not None:
+                self._running.append((batch, self.launch(batch)))
+            if not self._running or (batch is not None and len(self._running) < self.runner.depth):
+                return self.drain()
+            first, running = self._running.popleft()
+            result = running.result()
+        except BaseException:  # Ctrl-C as well: the steps in flight let go of their blocks
             self.abandon()
             raise
-        return self.update(batch, result)
+        return self.update(first, result)
 
     @property
     def has_work(self) -> bool:
         """Something runs or waits. `schedule` may still find that it has to wait for a push or a transfer."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._flights)
 
     def schedule(self) -> Batch | None:
-        """The next step; None where nothing can run before another call frees or adds something. `drain` has the news."""
-        assert not self._ledger.flight, "one step is in flight at a time"
-        batch = self.scheduler.schedule(self._steps)
+        """The next step; None where nothing can run before another call frees or adds something, or before a step in flight
+        ends. `drain` has the news."""
+        if self._flights and (len(self._flights) >= self.runner.depth or self.scheduler.starved):
+            return None
+        batch = self.scheduler.schedule(self._steps + len(self._flights), ahead=bool(self._flights))
         self._forget()
         if batch is None:
             return None
-        self._ledger.flight = {part.seq for part in batch.parts}
+        self._flights.append(batch)
         for part in batch.parts:
+            part.take_off()
             self._announce(part.seq)
         return batch
 
+    def launch(self, batch: Batch, on_layer: LayerHook = no_hook) -> Running:
+        return self.runner.launch(batch, on_layer)
+
     def run(self, batch: Batch, on_layer: LayerHook = no_hook) -> StepResult:
-        return self.runner.execute(batch, on_layer)
+        return self.launch(batch, on_layer).result()
 
     def update(self, batch: Batch, result: StepResult) -> StepUpdate:
-        """Takes in what the step has computed. Choices end, branch, or go on; what was ended meanwhile is freed."""
+        """Takes in what the first of the steps in flight has computed. Choices end, branch, or go on; what was ended meanwhile
+        is freed."""
+        assert batch is self._flights[0], "steps end in order"
+        self._flights.popleft()
         self._count(batch, result)
         sampled = {part.seq for part in batch.parts if part.samples}
         for part in batch.parts:
-            self.manager.commit(part.seq, part.end)
+            part.land()
+            # A sequence that has ended meanwhile may lack the last token of its part.
+            self.manager.commit(part.seq, min(part.end, len(part.seq.tokens)))
             if part.seq in result.prompt_logprobs:
                 self._collect(part.seq, part.start, result.prompt_logprobs[part.seq])
         self.manager.end_step()
@@ -247,10 +273,14 @@ class Engine:
         return self.drain()
 
     def abandon(self) -> None:
-        """The step in flight has failed, what it was to write is undefined: the requests in it fail."""
-        requests = {seq.request.request_id for seq in self._ledger.flight}
-        self.manager.end_step()
-        for request_id in requests:
+        """A step in flight has failed, what it was to write is undefined: the requests in it and in those after it fail."""
+        flights, self._flights = self._flights, deque()
+        self._running.clear()
+        for batch in flights:
+            self.manager.end_step()
+            for part in batch.parts:
+                part.land()
+        for request_id in {part.seq.request.request_id for batch in flights for part in batch.parts}:
             self.fail(request_id, Internal("the step failed"))
         self._ledger.end_step()
         self._forget()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
@@ -11,6 +12,7 @@ from kvrelay.common.errors import Internal, InvalidRequest, KvrelayError
 from kvrelay.common.ids import PodId, RequestId, RouterId, new_epoch
 from kvrelay.common.request import EngineRequest, Ticket
 from kvrelay.engine import messages as m
+from kvrelay.engine.batch import Batch, Running
 from kvrelay.engine.build import Built, build
 from kvrelay.engine.changes import CacheChanges
 from kvrelay.engine.channel import Channel
@@ -114,17 +116,23 @@ class Driver:
     # Steps.
 
     async def run(self) -> None:
-        """One step after another, for as long as there is work."""
+        """One step after another, for as long as there is work: as many in flight as the runner takes."""
         loop = asyncio.get_running_loop()
+        flights: deque[tuple[Batch, Running]] = deque()
         while True:
             await self._work.wait()
             self._work.clear()
             batch = None if self._held else self._engine.schedule()
             self._publish(self._engine.drain(), state=batch is None)
-            if batch is None:
+            if batch is not None:
+                self._work.set()
+                hook = self._pushes.hook(batch)
+                flights.append((batch, await loop.run_in_executor(self._compute, self._engine.launch, batch, hook)))
+            if not flights or (batch is not None and len(flights) < self._engine.runner.depth):
                 continue
-            result = await loop.run_in_executor(self._compute, self._engine.run, batch, self._pushes.hook(batch))
-            update = self._engine.update(batch, result)
+            first, running = flights.popleft()
+            result = running.result() if running.done else await loop.run_in_executor(self._compute, running.result)
+            update = self._engine.update(first, result)
             self._pushes.first_tokens(update.deltas)
             self._publish(update, state=True)
             await self._channel.drain()

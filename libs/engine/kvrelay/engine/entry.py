@@ -5,6 +5,7 @@ import time
 
 from kvrelay.common.errors import InvalidRequest
 from kvrelay.common.request import ChoiceDelta, EngineRequest, FinishReason, PositionLogprobs
+from kvrelay.engine.penalties import remembers
 from kvrelay.engine.sequence import Sequence, State
 
 
@@ -106,6 +107,14 @@ class Limits:
         ) >= self.max_model_len:
             return FinishReason.LENGTH, None
         return None, None
+
+    def may_go_on(self, seq: Sequence) -> bool:
+        """Whether the token that is being sampled could be followed by another, which depends on it by its KV alone."""
+        sampling = seq.request.sampling
+        if seq.num_branches > 1 or seq.whole or remembers(sampling):
+            return False
+        num_output = seq.length - seq.num_prompt
+        return seq.length < self.max_model_len and (sampling.max_tokens is None or num_output < sampling.max_tokens)
 
     def check(self, request: EngineRequest) -> None:
         """Raises InvalidRequest where the prompt leaves no room for an output token, or resumed tokens overrun."""

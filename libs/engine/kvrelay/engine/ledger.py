@@ -58,14 +58,12 @@ class StepUpdate:
 
 class Ledger:
     """A sequence is in exactly one place: `entries` (alive), `ending` (over, a push owns the blocks), `doomed` (over, in
-    the step in flight) or `unloading` (over, a load still writes). Its blocks go back to the pool when it leaves the last of them."""
+    a step in flight) or `unloading` (over, a load still writes). Its blocks go back to the pool when it leaves the last of them."""
 
     def __init__(self, manager: KvManager, scheduler: Scheduler, limits: Limits, port: TransferPort) -> None:
         self.entries: dict[RequestId, Entry] = {}
         self.ending: dict[RequestId, Entry] = {}
         self.doomed: list[Sequence] = []
-        self.flight: set[Sequence] = set()
-        """The sequences of the step in flight."""
         self.loads: dict[Sequence, Callable[[], object]] = {}
         """Those whose blocks a load may write, until `load_done`, and what makes it end soon."""
         self.unloading: list[Sequence] = []
@@ -191,9 +189,10 @@ class Ledger:
         self._discard_all(entry)
 
     def end_step(self) -> None:
-        self.flight = set()
-        doomed, self.doomed = self.doomed, []
-        for seq in doomed:
+        """Who is over and in no step any more holds nothing."""
+        landed = [seq for seq in self.doomed if not seq.num_ahead]
+        self.doomed = [seq for seq in self.doomed if seq.num_ahead]
+        for seq in landed:
             self._manager.free(seq)
 
     def load_done(self, seq: Sequence) -> None:
@@ -219,7 +218,7 @@ class Ledger:
     def _discard(self, seq: Sequence) -> None:
         self._scheduler.remove(seq)
         seq.state = State.FINISHED
-        if seq in self.flight:
+        if seq.num_ahead:
             self.doomed.append(seq)
         elif (end_load := self.loads.get(seq)) is not None:
             self.unloading.append(seq)

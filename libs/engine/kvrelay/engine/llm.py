@@ -214,6 +214,8 @@ class LLM:
                 self._take(self.engine.step(), pending)
         finally:
             self.engine.abort(pending)
+            while self.engine.has_work:  # a step in flight, of those that have just ended
+                self.engine.step()
 
     def _take(self, update: StepUpdate, pending: dict[RequestId, _Request]) -> None:
         for notice in update.notices:

@@ -1,5 +1,6 @@
 """Which blocks a sequence holds: prefix hits, growth, copy-on-write, and what its computed blocks are worth to others."""
 
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
@@ -37,11 +38,13 @@ class KvManager:
         self.pool = BlockPool(num_blocks, listener or NoListener())
         self.block_size = block_size
         self.sources: list[int] = []
-        """Blocks that this step's copies read, one reference each, held until the step is done."""
+        """Blocks that the copies of steps read, one reference each, held until the step is done."""
         self.lent: list[int] = []
         """Blocks that a copy to the KV store reads, one reference each."""
         self.on_cached: OnCached = _unheard
         self._copies: list[tuple[int, int]] = []
+        self._taken: deque[int] = deque()
+        """How many of the sources are those of each step in flight."""
         self.spans = block_size // SPAN
         self._prefix_caching = prefix_caching
         self._hasher = lru_cache(maxsize=256)(lambda salt: BlockHasher(fingerprint, extra_keys(salt)))
@@ -129,11 +132,14 @@ class KvManager:
     def take_copies(self) -> list[tuple[int, int]]:
         """(source, target) of the step being built; `end_step` lets the sources go."""
         copies, self._copies = self._copies, []
+        self._taken.append(len(copies))
         return copies
 
     def end_step(self) -> None:
-        sources, self.sources = self.sources, []
-        self.pool.release(sources)
+        """Of the first of the steps in flight."""
+        count = self._taken.popleft()
+        self.pool.release(self.sources[:count])
+        del self.sources[:count]
 
     def commit(self, seq: Sequence, num_computed: int) -> None:
         """The KV of positions below `num_computed` lies in the sequence's blocks: full ones can be found from now on."""

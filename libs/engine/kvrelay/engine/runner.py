@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvrelay.common.errors import Internal
 from kvrelay.common.request import PositionLogprobs
 from kvrelay.engine.attention.base import AttentionBackend, AttentionBatch
-from kvrelay.engine.batch import Batch, LayerHook, Sample, Scheduled, StepResult
+from kvrelay.engine.batch import Batch, Done, LayerHook, Sample, Scheduled, StepResult
 from kvrelay.engine.cache import KvCache, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.loader import LoadedModel
@@ -78,6 +78,8 @@ class BlockTables:
 class ModelRunner:
     """Not for concurrent use, `kv`'s row access aside."""
 
+    depth = 1
+
     def __init__(
         self, loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend, sampler: TokenSampler
     ) -> None:
@@ -97,6 +99,9 @@ class ModelRunner:
     def forget(self, seq: Sequence) -> None:
         """The sequence left the running ones: its row is another's. It may come back."""
         self._blocks.forget(seq)
+
+    def launch(self, batch: Batch, on_layer: LayerHook) -> Done:
+        return Done(self.execute(batch, on_layer))
 
     @torch.inference_mode()
     def execute(self, batch: Batch, on_layer: LayerHook) -> StepResult:

@@ -40,7 +40,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: list[Row]) -> list[Sample]:
         """One token for each of `rows` from `logits` [R, V], contiguous float32, which may be overwritten.
 
-        The token stands at position len(seq.tokens). A request without a seed draws as with seed 0.
+        The token stands at position seq.sampled_at. A request without a seed draws as with seed 0.
         Raises BadLogits, which carries the samples of the rows that are whole.
         """
         if not rows:
@@ -90,7 +90,7 @@ def _choose(logits: torch.Tensor, rows: list[Row], largest: torch.Tensor, best: 
     numbers = uniforms(
         [p.seed or 0 for p in params],
         [rows[row][1] for row in drawn],
-        [len(rows[row][0].tokens) for row in drawn],
+        [rows[row][0].sampled_at for row in drawn],
         Purpose.TOKEN,
     )
     ids = draw(logits, largest, cut, torch.from_numpy(numbers).to(logits.device))

@@ -12,19 +12,21 @@ from kvrelay.engine.sequence import Sequence, State
 rank = attrgetter("rank")
 
 Divert = Callable[[Sequence, list[int]], bool]
+GoesOn = Callable[[Sequence], bool]
 
 
 class _Step:
     """The step being built: what is left of its token budget, and who is in it. Who is in it is not preempted."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, *, ahead: bool) -> None:
         self.left = num_tokens
+        self.ahead = ahead
         self.parts: list[Scheduled] = []
         self.members: set[Sequence] = set()
         self.preempted = False
 
     def add(self, seq: Sequence, count: int) -> None:
-        self.parts.append(Scheduled(seq, seq.num_computed, count))
+        self.parts.append(Scheduled(seq, seq.position, count))
         self.members.add(seq)
         self.left -= count
 
@@ -41,10 +43,18 @@ class Scheduler:
 
     `reclaim` takes back one reservation that no transfer has filled, if there is one, and says whether it did. `divert` is
     offered each sequence that could start, with its prefix hits: what it takes is `loading` until `loaded`, and then waits again.
+    `goes_on` says of a sequence whose next token is being sampled whether a step may already compute that one.
     """
 
     def __init__(
-        self, manager: KvManager, budget: StepBudget, *, max_num_seqs: int, watermark: int, reclaim: Callable[[], bool]
+        self,
+        manager: KvManager,
+        budget: StepBudget,
+        *,
+        max_num_seqs: int,
+        watermark: int,
+        reclaim: Callable[[], bool],
+        goes_on: GoesOn,
     ) -> None:
         self.waiting: list[Sequence] = []
         self.loading: list[Sequence] = []
@@ -52,11 +62,14 @@ class Scheduler:
         self.dropped: list[Sequence] = []
         """No longer running: the runner may forget them."""
         self.num_preemptions = 0
+        self.starved = False
+        """The last step lacks what there were no blocks for; with no step in flight, the next can preempt for it."""
         self._manager = manager
         self._budget = budget
         self._max_num_seqs = max_num_seqs
         self._watermark = watermark
         self._reclaim = reclaim
+        self._goes_on = goes_on
         self.divert: Divert = _never
 
     def add(self, seq: Sequence) -> None:
@@ -86,12 +99,16 @@ class Scheduler:
         self.loading.remove(seq)
         self.add(seq)
 
-    def schedule(self, number: int) -> Batch | None:
-        """The next step; None where nothing can run until something else changes (blocks are freed, a sequence is added)."""
-        step = _Step(self._budget.num_tokens)
+    def schedule(self, number: int, *, ahead: bool = False) -> Batch | None:
+        """The next step; None where nothing can run until something else changes (blocks are freed, a sequence is added).
+
+        `ahead`: the step before is in flight, so nothing is preempted.
+        """
+        step = _Step(self._budget.num_tokens, ahead=ahead)
+        self.starved = False
         for seq in self._behind_by_one_first():
             self._continue(step, seq)
-        if not (step.preempted and step.parts):
+        if not self.starved and not (step.preempted and step.parts):
             self._admit(step)
         return step.batch(number, self._manager.take_copies()) if step.parts else None
 
@@ -101,8 +118,10 @@ class Scheduler:
     def _continue(self, step: _Step, seq: Sequence) -> None:
         if seq.state is not State.RUNNING:
             return  # preempted a moment ago, for one before it
+        if seq.num_unknown and not self._goes_on(seq):
+            return
         count = min(step.left, seq.num_to_compute)
-        if count and self._make_room(step, seq, seq.num_computed + count):
+        if count and self._make_room(step, seq, seq.position + count):
             step.add(seq, count)
 
     def _make_room(self, step: _Step, seq: Sequence, end: int) -> bool:
@@ -110,6 +129,9 @@ class Scheduler:
         while not self._manager.grow(seq, end):
             if self._reclaim():
                 continue
+            if step.ahead:
+                self.starved = True
+                return False
             victim = max(self._victims(step), key=rank)
             self._preempt(victim)
             step.preempted = True
@@ -135,7 +157,7 @@ class Scheduler:
             seq = self.waiting[0]
             hits = self._hits(seq)
             if not self.fits(seq, hits):
-                if step.parts or not self._preempt_waiting(seq):
+                if step.parts or step.ahead or not self._preempt_waiting(seq):
                     return
                 continue
             self.waiting.pop(0)
@@ -150,7 +172,7 @@ class Scheduler:
                 seq.started = True
                 seq.num_cached = min(seq.num_computed, seq.num_prompt)
             count = min(step.left, seq.num_to_compute)
-            grown = self._manager.grow(seq, seq.num_prompt if seq.whole else seq.num_computed + count)
+            grown = self._manager.grow(seq, seq.num_prompt if seq.whole else seq.position + count)
             assert grown, "what fits can grow"
             step.add(seq, count)
 
@@ -200,4 +222,4 @@ class Scheduler:
         return self.seats > 0 and self._manager.cost(seq, len(seq.tokens), self._hits(seq)) <= self.spare_blocks
 
     def _owed(self, sequences: list[Sequence]) -> int:
-        return sum(self._manager.cost(seq, len(seq.tokens), ()) for seq in sequences)
+        return sum(self._manager.cost(seq, seq.length, ()) for seq in sequences)

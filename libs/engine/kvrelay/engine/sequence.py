@@ -27,8 +27,9 @@ class State(enum.Enum):
 class Sequence:
     """`tokens` are the prompt's and then the output's. Positions below `num_computed` have their KV in `blocks`.
 
-    A step computes `tokens[num_computed : num_computed + k]`; where that reaches the end of `tokens`, the next token is
-    sampled. The first sequence of a request computes the prompt for all its choices (`num_branches` of them): when the prompt's
+    A step computes `tokens[position : position + k]`; where that reaches the end of the tokens, the next one is
+    sampled. A step may be made up while the one before it computes yet: then its first token may be one that is being
+    sampled, known on the device and not here. The first sequence of a request computes the prompt for all its choices (`num_branches` of them): when the prompt's
     last token is computed, one token is sampled for each choice, and the others branch off, sharing the prompt's blocks.
     """
 
@@ -41,6 +42,10 @@ class Sequence:
     num_branches: int = 1
     state: State = State.WAITING
     num_computed: int = 0
+    num_ahead: int = 0
+    """Tokens after the computed ones that steps in flight compute."""
+    num_unknown: int = 0
+    """Tokens after `tokens` that steps in flight sample."""
     num_cached: int = 0
     """Prompt tokens that were not computed, when the sequence was first scheduled."""
     blocks: list[int] = dataclasses.field(default_factory=list)
@@ -67,5 +72,20 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def position(self) -> int:
+        """Of the first token that no step has computed or computes."""
+        return self.num_computed + self.num_ahead
+
+    @property
+    def length(self) -> int:
+        """In tokens, with those that are being sampled."""
+        return len(self.tokens) + self.num_unknown
+
+    @property
+    def sampled_at(self) -> int:
+        """The position of the token that the last launched step samples."""
+        return len(self.tokens) + max(0, self.num_unknown - 1)
+
+    @property
     def num_to_compute(self) -> int:
-        return len(self.tokens) - self.num_computed
+        return self.length - self.position
