@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvrelay.engine.attention.base import AttentionBatch
+from kvrelay.engine.attention.base import AttentionBatch, Heads
 from kvrelay.engine.attention.gathered import Gathering, Workspace
 from kvrelay.engine.cache import KvCache
 
@@ -99,7 +99,11 @@ class CpuStep:
         self._prefills = prefills
         self._mask = mask
 
+    def mix(self, layer: int, heads: Heads, kv: KvCache) -> torch.Tensor:
+        return self.attend(layer, *heads.rotated(), kv)
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KvCache) -> torch.Tensor:
+        """`k`, `v` [T', Hkv, D], `q` [T', Hq, D] → [T', Hq, D]."""
         nd, end = self._num_decodes, self._num_tokens
         parts = [] if self._decodes is None else [self._decodes.attend(layer, q[:nd], k[:nd], v[:nd], kv)]
         if self._prefills:

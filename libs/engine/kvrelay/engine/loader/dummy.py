@@ -1,4 +1,7 @@
-"""Random weights for a configuration: for speed, where answers do not matter. The same on every machine for one seed."""
+"""Random weights for a configuration: for speed, where answers do not matter.
+
+The same on every machine for one seed and one kind of device, on which they are drawn.
+"""
 
 import hashlib
 from collections.abc import Collection
@@ -24,12 +27,12 @@ class DummySource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if "norm" in name:
-            return torch.ones(self._shapes[name], dtype=dtype)
+            return torch.ones(self._shapes[name], dtype=dtype, device=device)
         key = hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:8]
-        generator = torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
-        return torch.randn(self._shapes[name], generator=generator).mul_(_SCALE).to(dtype)
+        generator = torch.Generator(device).manual_seed(int.from_bytes(key, "little", signed=True))
+        return torch.randn(self._shapes[name], generator=generator, device=device).mul_(_SCALE).to(dtype)
 
 
 def open_dummy(folder: Path, seed: int) -> Checkpoint:

@@ -48,7 +48,7 @@ class GgufSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         tensor = self._tensors[name]
         try:
             values: NDArray[np.float32] = gguf.dequantize(tensor.data, tensor.tensor_type)
@@ -61,7 +61,7 @@ class GgufSource:
             paired = values.reshape(heads, -1, 2, *values.shape[1:])
             values = paired.swapaxes(1, 2).reshape(values.shape)
         # What was not quantized is still the file's own memory, read-only: that is copied.
-        return torch.from_numpy(np.require(values, requirements="W")).to(dtype)
+        return torch.from_numpy(np.require(values, requirements="W")).to(device, dtype)
 
 
 class Fields:

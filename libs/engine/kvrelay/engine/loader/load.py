@@ -50,7 +50,11 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     if arithmetic is not dtype:
         log.info("this processor has no instructions for %s: weights and KV are so, the arithmetic is float32", dtype)
     weights = Weights(
-        checkpoint.source, dtype, arithmetic, lambda done, total: on_progress("loading weights", done, total)
+        checkpoint.source,
+        dtype,
+        arithmetic,
+        lambda done, total: on_progress("loading weights", done, total),
+        config.device,
     )
     try:
         ops, reason = choose_ops(config.device, arithmetic, config.kernels)

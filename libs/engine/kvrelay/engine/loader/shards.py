@@ -54,10 +54,10 @@ class SafetensorsSource:
     def stored(self, name: str) -> str:
         return self._homes[name].get_slice(name).get_dtype()
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.stored(name) not in _STORED:
             raise BadWeights(f"{name} is stored as {self.stored(name)}, which is not supported")
-        return self._homes[name].get_tensor(name).to(dtype, copy=True)
+        return self._homes[name].get_tensor(name).to(device, dtype, copy=True)
 
 
 def open_safetensors(folder: Path) -> Checkpoint:

@@ -2,12 +2,12 @@
 
 import torch
 
-from kvrelay.engine.attention.base import AttentionMetadata
+from kvrelay.engine.attention.base import AttentionMetadata, Heads
 from kvrelay.engine.batch import LayerHook
 from kvrelay.engine.cache import KvCache
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.layers import Linear, linear, rms_norm, tied_head
-from kvrelay.engine.models.rope import Rope
+from kvrelay.engine.models.rope import Rope, Rotation
 from kvrelay.engine.models.weights import Weights
 from kvrelay.kernels.ops import Norm, Ops
 
@@ -18,7 +18,7 @@ class Decoder:
         self.config = config
         self.dtype = weights.dtype
         self._ops = ops
-        self._rope = Rope(config.rope, config.head_dim)
+        self._rope = Rope(config.rope, config.head_dim, config.max_positions, weights.device)
         embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._layers = [Layer(config, index, weights, ops) for index in range(config.num_layers)]
         self._norm = rms_norm(weights.take("model.norm.weight", config.hidden_size), config.rms_norm_eps)
@@ -46,18 +46,17 @@ class Decoder:
         `on_layer(i)` is called when layer i's KV lies in the cache and its attention was issued.
         """
         hidden = torch.nn.functional.embedding(token_ids, self._embedding).to(self.dtype)
-        cos, sin = self._rope.tables(positions, self.dtype)
+        rotation = Rotation(self._rope, positions, self.dtype)
         delta: torch.Tensor | None = None  # what is still to be added to `hidden`, together with the next norm
         for index, layer in enumerate(self._layers):
-            q, k, v = layer.project(hidden, delta, cos, sin)
-            mixed = attention.attend(index, q, k, v, kv)
+            mixed = attention.mix(index, layer.project(hidden, delta, rotation), kv)
             on_layer(index)
             delta = layer.finish(hidden, mixed)
         return self._ops.add_norm(hidden, delta, self._norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] → float32 [R, V], of its own memory."""
-        return self._head(hidden).to(torch.float32)
+        return self._head.wide(hidden)
 
 
 class Layer:
@@ -85,16 +84,12 @@ class Layer:
         self._down = projection(("mlp.down_proj",), (hidden,), inner, config.mlp_bias)
         self._head_norm = _head_norm(config, name, weights) if config.qk_norm else None
 
-    def project(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Adds `delta` to `hidden` [T, H] in place. Queries [T, Hq, D], keys and values [T, Hkv, D]."""
+    def project(self, hidden: torch.Tensor, delta: torch.Tensor | None, rotation: Rotation) -> Heads:
+        """Adds `delta` to `hidden` [T, H] in place. Queries, keys and values, not rotated yet."""
         config = self._config
         normed = self._ops.add_norm(hidden, delta, self._input_norm)
         qkv = self._qkv(normed).view(len(hidden), -1, config.head_dim)
-        qk, v = torch.split(qkv, [config.num_heads + config.num_kv_heads, config.num_kv_heads], 1)
-        q, k = torch.split(self._ops.rotate(qk, cos, sin, self._head_norm), [config.num_heads, config.num_kv_heads], 1)
-        return q, k, v
+        return Heads(qkv, config.num_kv_heads, rotation, self._head_norm, self._ops)
 
     def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """Adds the attention `mixed` [T, Hq, D] to `hidden` [T, H] in place, and gives what is to be added for the MLP."""

@@ -20,6 +20,12 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
 
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """As float32: not rounded to the weight's type, where that costs nothing."""
+        if x.is_cuda and self._weight.dtype is not torch.float32 and self._bias is None:
+            return torch.mm(x, self._weight.T, out_dtype=torch.float32)
+        return self(x).to(torch.float32)
+
     def uses(self, weight: torch.Tensor) -> bool:
         """As it is: no copy was made."""
         return self._weight is weight

@@ -6,6 +6,7 @@ another rotation than new ones, and is refused.
 """
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -96,15 +97,38 @@ def _yarn_scale(factor: float, weight: float) -> float:
 class Rope:
     """Rotates heads by position, in the half-split order of Hugging Face checkpoints."""
 
-    def __init__(self, settings: RopeSettings, head_dim: int) -> None:
-        self._frequencies = frequencies(settings, head_dim)
+    def __init__(self, settings: RopeSettings, head_dim: int, max_positions: int, device: torch.device | str) -> None:
+        self._frequencies = frequencies(settings, head_dim).to(device)
         self._scale = settings.attention_factor
+        self._max_positions = max_positions
 
-    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine [T, 1, head_dim] for `positions` [T]; once a step, for all layers."""
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine, float32 [T, head_dim / 2], for `positions` [T]."""
         angles = positions.to(torch.float32).unsqueeze(-1) * self._frequencies
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        return torch.cat((cos, cos), -1).to(dtype).unsqueeze(1), torch.cat((-sin, sin), -1).to(dtype).unsqueeze(1)
+        return angles.cos() * self._scale, angles.sin() * self._scale
+
+    @functools.cached_property
+    def table(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `at`, of all positions: for kernels that look them up."""
+        return self.at(torch.arange(self._max_positions, device=self._frequencies.device))
+
+
+class Rotation:
+    """Of a step's tokens, for all its layers. `positions` [T]."""
+
+    def __init__(self, rope: Rope, positions: torch.Tensor, dtype: torch.dtype) -> None:
+        self.rope = rope
+        self.positions = positions
+        self._dtype = dtype
+
+    @functools.cached_property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and signed sine [T, 1, head_dim]."""
+        cos, sin = self.rope.at(self.positions)
+        return (
+            torch.cat((cos, cos), -1).to(self._dtype).unsqueeze(1),
+            torch.cat((-sin, sin), -1).to(self._dtype).unsqueeze(1),
+        )
 
 
 def frequencies(settings: RopeSettings, head_dim: int) -> torch.Tensor:

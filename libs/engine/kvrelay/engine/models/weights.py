@@ -15,7 +15,7 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor of its own memory: nothing keeps the file mapped."""
         ...
 
@@ -32,7 +32,9 @@ class Weights:
         dtype: torch.dtype,
         arithmetic: torch.dtype,
         on_progress: Callable[[int, int], None],
+        device: torch.device | str = "cpu",
     ) -> None:
+        self.device = torch.device(device)
         self._source = source
         self._names = frozenset(source.names())
         self._dtype = dtype
@@ -57,7 +59,7 @@ class Weights:
         found = self._source.shape(name)
         if found != shape:
             raise BadWeights(f"{name} has the shape {list(found)}, not {list(shape)}")
-        tensor = self._source.read(name, self._dtype).to(self._arithmetic)
+        tensor = self._source.read(name, self._dtype, self.device).to(self._arithmetic)
         self._taken.add(name)
         self._on_progress(len(self._taken), len(self._names))
         return tensor
