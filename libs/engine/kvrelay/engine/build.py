@@ -9,6 +9,7 @@ from kvrelay.engine.attention.registry import choose
 from kvrelay.engine.cache import TORCH_DTYPES, KvCache, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.core import Engine
+from kvrelay.engine.gpu.runner import GpuRunner
 from kvrelay.engine.loader import LoadedModel, load_model
 from kvrelay.engine.pool import CacheListener
 from kvrelay.engine.runner import ModelRunner
@@ -32,11 +33,8 @@ class Built:
 def build(config: EngineConfig, on_progress: OnProgress, listener: CacheListener | None = None) -> Built:
     """`listener` hears of the prefix cache. Raises KvrelayError where the model, the device or an option does not fit."""
     loaded = load_model(config, on_progress)
-    kv_dtype = TORCH_DTYPES[kv_dtype_of(config.kv_dtype, loaded.dtype)]
-    attention, reason = choose(config, loaded.model_config, loaded.model.dtype, kv_dtype)
+    runner, reason = _runner(config, loaded)
     log.info("attention: %s", reason)
-    sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
-    runner = ModelRunner(loaded, config, attention, sampler)
     engine = Engine(
         config,
         runner,
@@ -47,3 +45,15 @@ def build(config: EngineConfig, on_progress: OnProgress, listener: CacheListener
         listener=listener,
     )
     return Built(engine, runner.kv, loaded, runner.kv.layout(loaded.fingerprint), reason)
+
+
+def _runner(config: EngineConfig, loaded: LoadedModel) -> tuple[ModelRunner | GpuRunner, str]:
+    """And the attention backend, with the reason for it."""
+    if not config.device.startswith("cpu"):
+        from kvrelay.engine.gpu.build import make_runner
+
+        return make_runner(config, loaded)
+    kv_dtype = TORCH_DTYPES[kv_dtype_of(config.kv_dtype, loaded.dtype)]
+    attention, reason = choose(config, loaded.model_config, loaded.model.dtype, kv_dtype)
+    sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
+    return ModelRunner(loaded, config, attention, sampler), reason

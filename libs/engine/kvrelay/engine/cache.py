@@ -50,19 +50,21 @@ class KvCache:
             raise Unsupported(
                 f"kv_cache_bytes {kv_cache_bytes} is under two blocks of {block_bytes} bytes", "kv_cache_bytes"
             )
-        num_slots = self.num_blocks * block_size
-        memory = mmap.mmap(-1, self.num_blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        raw = np.frombuffer(memory, np.dtype(f"u{dtype.itemsize}"))
-        self._rows = raw.reshape(model.num_layers, 2, num_slots, model.kv_size)
-        self.data = (
-            torch.frombuffer(memory, dtype=torch.uint8)
-            .view(TORCH_DTYPES[dtype])
-            .view(model.num_layers, 2, self.num_blocks, block_size, model.num_kv_heads, model.head_dim)
+        self.data = self._allocate().view(
+            model.num_layers, 2, self.num_blocks, block_size, model.num_kv_heads, model.head_dim
         )
         # Views for attention, made once: a layer's keys and values by slot, [slots, Hkv, D], and both by block (values after keys).
         self.keys = [layer[0].flatten(0, 1) for layer in self.data]
         self.values = [layer[1].flatten(0, 1) for layer in self.data]
         self._blocks = [layer.flatten(0, 1) for layer in self.data]
+
+    def _allocate(self) -> torch.Tensor:
+        """Zeros, for all blocks."""
+        size = self.num_blocks * self.block_size * self._model.num_layers * 2 * self._model.kv_size
+        memory = mmap.mmap(-1, size * self.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raw = np.frombuffer(memory, np.dtype(f"u{self.dtype.itemsize}"))
+        self._rows = raw.reshape(self._model.num_layers, 2, -1, self._model.kv_size)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(TORCH_DTYPES[self.dtype])
 
     @property
     def token_bytes(self) -> int:

@@ -24,7 +24,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str = "auto"
     """auto (the dtype of the model) or a `KvDtype`."""
     block_size: int = 16
-    kv_cache_bytes: int = 512 << 20
+    kv_cache_bytes: int | None = None
+    """None: 512 MiB on a CPU; on a GPU what `gpu_memory_utilization` leaves beside weights and the largest step."""
+    gpu_memory_utilization: float = 0.9
+    """The share of the GPU's memory that may be in use, by others as well."""
     max_model_len: int | None = None
     """None: the model's own."""
     max_num_seqs: int = 64
@@ -37,7 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention: str = "auto"
     """auto, or a backend's name."""
     kernels: str = "auto"
-    """auto (compiled ones where they can be had), compiled or torch."""
+    """auto (compiled ones where they can be had), compiled (on a CPU), triton (on a GPU) or torch."""
     load_format: str = "auto"
     """auto (safetensors, else GGUF), safetensors, gguf or dummy (random weights)."""
     frame_bytes: int = 1 << 20
@@ -59,8 +62,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.block_size < 16 or self.block_size % 16:
             raise ValueError(f"block_size must be a multiple of 16, not {self.block_size}")
         for name in ("kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens", "frame_bytes", "staging_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be positive, not {value}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError("gpu_memory_utilization must be in (0, 1]")
         if self.max_step_ms <= 0:
             raise ValueError("max_step_ms must be positive")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):

@@ -7,6 +7,7 @@ is written.
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -22,9 +23,11 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.loader import LoadedModel
 from kvrelay.engine.sampler import BadLogits
 from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.tables import BlockTables
 
 log = logging.getLogger(__name__)
 
+KV_CACHE_BYTES = 512 << 20
 LOGIT_BYTES = 32 << 20
 """Of the logits of prompt positions that are in memory at once."""
 _EXACT_TOKENS = 16
@@ -46,35 +49,6 @@ def padded(num_tokens: int) -> int:
     return num_tokens if num_tokens <= _EXACT_TOKENS else -(-num_tokens // _STEP) * _STEP
 
 
-class BlockTables:
-    """[max_num_seqs, max_blocks]: the blocks of each sequence in its row."""
-
-    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
-        self.table = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self._known: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        self._free = list(range(max_num_seqs - 1, -1, -1))
-
-    def update(self, seq: Sequence) -> int:
-        """The sequence's row, up to date. Raises Internal where there are more sequences than rows."""
-        if seq.row < 0:
-            if not self._free:
-                raise Internal(f"the batch has more than {len(self._known)} sequences")
-            seq.row = self._free.pop()
-        known, blocks = self._known[seq.row], seq.blocks
-        if known != blocks:
-            # Mostly blocks were added; a copied block or a preemption changes those before.
-            same = len(known) if blocks[: len(known)] == known else 0
-            self.table[seq.row, same : len(blocks)] = blocks[same:]
-            known[same:] = blocks[same:]
-        return seq.row
-
-    def forget(self, seq: Sequence) -> None:
-        if seq.row >= 0:
-            self._known[seq.row].clear()
-            self._free.append(seq.row)
-            seq.row = -1
-
-
 class ModelRunner:
     """Not for concurrent use, `kv`'s row access aside."""
 
@@ -85,7 +59,7 @@ class ModelRunner:
     ) -> None:
         """Makes the KV cache. Raises Unsupported where it cannot be made as configured."""
         kv_dtype = kv_dtype_of(config.kv_dtype, loaded.dtype)
-        self.kv = KvCache(loaded.model_config, kv_dtype, config.block_size, config.kv_cache_bytes)
+        self.kv = KvCache(loaded.model_config, kv_dtype, config.block_size, config.kv_cache_bytes or KV_CACHE_BYTES)
         self._model = loaded.model
         self._vocab_size = loaded.vocab_size
         self._backend = backend
@@ -119,7 +93,7 @@ class ModelRunner:
             attention,
             on_layer,
         )
-        prompts = self._prompt_logprobs(batch.parts, hidden)
+        prompts = prompt_logprobs_of(batch.parts, hidden, self._logits, self._sampler, self._vocab_size)
         samples = self._sample(batch.parts, hidden)
         return StepResult(samples, prompts, time.perf_counter() - started)
 
@@ -127,7 +101,9 @@ class ModelRunner:
         """Fills the input buffers."""
         counts = np.array([part.num_tokens for part in parts], np.int64)
         starts = np.array([part.start for part in parts], np.int64)
-        rows = np.array([self._blocks.update(part.seq) for part in parts], np.int64)
+        for part in parts:
+            self._blocks.update(part.seq)
+        rows = np.array([part.seq.row for part in parts], np.int64)
         ends = counts.cumsum()
         total, firsts = int(ends[-1]), ends - counts
         ids = [part.seq.tokens[part.start : part.end] for part in parts]
@@ -174,22 +150,6 @@ class ModelRunner:
             log.error("%s: %s", error.message, {rows[row][0].request.request_id for row in error.rows})
             return error.samples
 
-    def _prompt_logprobs(self, parts: list[Scheduled], hidden: torch.Tensor) -> dict[Sequence, list[PositionLogprobs]]:
-        found: dict[Sequence, list[PositionLogprobs]] = {}
-        piece = max(1, LOGIT_BYTES // (4 * self._vocab_size))
-        first = 0
-        for part in parts:
-            seq, count = part.seq, part.seq.request.sampling.prompt_logprobs
-            targets = seq.tokens[part.start + 1 : min(part.end + 1, seq.num_prompt)]
-            if count is not None and targets:
-                logprobs = found.setdefault(seq, [])
-                for begin in range(0, len(targets), piece):
-                    wanted = targets[begin : begin + piece]
-                    logits = self._logits(hidden[first + begin : first + begin + len(wanted)])
-                    logprobs += self._sampler.prompt_logprobs(logits, wanted, count)
-            first += part.num_tokens
-        return found
-
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 [R, V], at one of few sizes of R."""
         count = len(hidden)
@@ -203,3 +163,27 @@ def _num_decodes(counts: NDArray[np.int64]) -> int:
     """How many parts of one token come first."""
     longer = np.flatnonzero(counts > 1)
     return int(longer[0]) if len(longer) else len(counts)
+
+
+def prompt_logprobs_of(
+    parts: list[Scheduled],
+    hidden: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    sampler: TokenSampler,
+    vocab_size: int,
+) -> dict[Sequence, list[PositionLogprobs]]:
+    """Of the parts that ask for them, out of the hidden states [T, H]; a piece of the logits at a time."""
+    found: dict[Sequence, list[PositionLogprobs]] = {}
+    piece = max(1, LOGIT_BYTES // (4 * vocab_size))
+    first = 0
+    for part in parts:
+        seq, count = part.seq, part.seq.request.sampling.prompt_logprobs
+        targets = seq.tokens[part.start + 1 : min(part.end + 1, seq.num_prompt)]
+        if count is not None and targets:
+            logprobs = found.setdefault(seq, [])
+            for begin in range(0, len(targets), piece):
+                wanted = targets[begin : begin + piece]
+                logits = logits_of(hidden[first + begin : first + begin + len(wanted)])
+                logprobs += sampler.prompt_logprobs(logits, wanted, count)
+        first += part.num_tokens
+    return found

@@ -1,5 +1,9 @@
 """Which backend attends, and why: the first of the list that can, or the one that was asked for."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 import torch
 
 from kvrelay.common.errors import Unsupported
@@ -7,7 +11,10 @@ from kvrelay.engine.attention.base import AttentionBackend
 from kvrelay.engine.attention.cpu import CpuAttention
 from kvrelay.engine.attention.gathered import GatheredDecoding
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.gpu.attention import DeviceAttention
 from kvrelay.engine.models.config import ModelConfig
+
+Backend = TypeVar("Backend")
 
 
 class Unfit(Exception):
@@ -34,29 +41,54 @@ def _torch_cpu(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kv_
     return CpuAttention("torch-cpu", dtype, GatheredDecoding(dtype))
 
 
-_CANDIDATES = {
-    "paged-cpu": ("cpu", _paged_cpu, "decodes by a compiled kernel on paged KV, prefills by torch"),
-    "torch-cpu": ("cpu", _torch_cpu, "torch's fused attention, decodes over gathered blocks"),
+def _triton(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> DeviceAttention:
+    try:
+        from kvrelay.engine.attention.triton import TritonAttention
+    except ImportError as error:
+        raise Unfit(f"Triton is not there ({error})") from error
+    try:
+        return TritonAttention(config, model, dtype)
+    except ValueError as error:
+        raise Unfit(str(error)) from error
+
+
+_ON_CPU = {
+    "paged-cpu": (_paged_cpu, "decodes by a compiled kernel on paged KV, prefills by torch"),
+    "torch-cpu": (_torch_cpu, "torch's fused attention, decodes over gathered blocks"),
 }
+_ON_GPU = {"triton": (_triton, "Triton kernels on paged KV")}
 
 
 def choose(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> tuple[AttentionBackend, str]:
-    """For queries of `dtype` and a cache of `kv_dtype`: the backend, and the reason in words. Raises Unsupported where none fits."""
-    device = config.device.partition(":")[0]
+    """On a CPU, for queries of `dtype` and a cache of `kv_dtype`: the backend, and the reason in words.
+
+    Raises Unsupported where none fits.
+    """
+    return _first(
+        config, {name: (partial(make, config, model, dtype, kv_dtype), what) for name, (make, what) in _ON_CPU.items()}
+    )
+
+
+def choose_device(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> tuple[DeviceAttention, str]:
+    """As `choose`, on a GPU."""
+    return _first(config, {name: (partial(make, config, model, dtype), what) for name, (make, what) in _ON_GPU.items()})
+
+
+def _first(config: EngineConfig, candidates: dict[str, tuple[Callable[[], Backend], str]]) -> tuple[Backend, str]:
     passed = []
-    for name, (its_device, make, what) in _CANDIDATES.items():
-        if its_device != device or config.attention not in ("auto", name):
+    for name, (make, what) in candidates.items():
+        if config.attention not in ("auto", name):
             continue
         try:
-            backend = make(config, model, dtype, kv_dtype)
+            backend = make()
         except Unfit as error:
             passed.append(f"{name}: {error}")
             continue
         why = "asked for" if config.attention != "auto" else "; ".join(passed) or "the first for this device"
         return backend, f"{name}: {what} ({why})"
-    known = ", ".join(f"{name} ({device})" for name, (device, _, _) in _CANDIDATES.items())
+    known = ", ".join([*(f"{name} (cpu)" for name in _ON_CPU), *(f"{name} (cuda)" for name in _ON_GPU)])
     reasons = f" ({'; '.join(passed)})" if passed else ""
     raise Unsupported(
         f"no attention backend {config.attention} for device {config.device}{reasons}; there are {known}", "attention"

@@ -1,0 +1,62 @@
+"""Decode steps as CUDA graphs: one for each of a few sizes, so that a step costs the host one launch."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrelay.engine.gpu.inputs import DECODE_WORDS, NOWHERE, to_send
+
+Decode = Callable[[torch.Tensor, bool], torch.Tensor]
+"""Computes a step of single tokens out of its words [11, S] on the device (see `inputs`), and gives their tokens [S]. The second
+argument says that all of them are the most likely ones."""
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """1, 2, 4, then multiples of 8, which are sparser the larger they are; the last is `most`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, most + 64, 64)]
+    return [*(size for size in sizes if size < most), most]
+
+
+class DecodeGraphs:
+    def __init__(self, max_num_seqs: int, decode: Decode, device: torch.device) -> None:
+        self._sizes = sizes_up_to(max_num_seqs)
+        self._decode = decode
+        self._words = torch.zeros(DECODE_WORDS * max_num_seqs, dtype=torch.int64, device=device)
+        self._captured: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def size_for(self, count: int) -> int:
+        return next(size for size in self._sizes if size >= count)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """All of them, the largest first: the others use its memory."""
+        if not self._words.is_cuda:
+            return
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self._sizes):
+            words = self._room(size)
+            words.zero_()
+            words[3] = NOWHERE
+            for greedy in (True, False):
+                self._decode(words, greedy)  # kernels are compiled, workspaces made
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    tokens = self._decode(words, greedy)
+                self._captured[size, greedy] = graph, tokens
+        torch.cuda.synchronize()
+
+    def run(self, words: NDArray[np.int64], greedy: bool) -> torch.Tensor:
+        """`words` [11, S], S one of the sizes."""
+        size = words.shape[1]
+        room = self._room(size)
+        room.view(-1).copy_(to_send(words.reshape(-1), room.device), non_blocking=True)
+        if (size, greedy) not in self._captured:
+            return self._decode(room, greedy)
+        graph, tokens = self._captured[size, greedy]
+        graph.replay()
+        return tokens
+
+    def _room(self, size: int) -> torch.Tensor:
+        return self._words[: DECODE_WORDS * size].view(DECODE_WORDS, size)

@@ -1,0 +1,235 @@
+"""A step's inputs: numbers gathered on the host, sent in one copy, and made into what kernels read, on the device.
+
+What a sequence keeps from step to step has a row on the device: its block table, the token sampled last, how it is sampled.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrelay.engine.batch import Scheduled
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.tables import BlockTables
+
+UNKNOWN = -1
+"""A token that the step before samples."""
+NOWHERE = -1
+"""The slot of a token that stands for none."""
+DECODE_WORDS = 11
+"""Of a sequence that computes one token and samples the next."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SamplingRows:
+    """How R tokens are drawn, each [R]; as `kvrelay.kernels.triton.sample.SampleParams`."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed: torch.Tensor
+    choice: torch.Tensor
+    position: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DeviceInputs:
+    """Of a step of T tokens of S sequences' parts that samples R tokens, on the device."""
+
+    token_ids: torch.Tensor
+    """int64 [T]"""
+    positions: torch.Tensor
+    """int64 [T]"""
+    slots: torch.Tensor
+    """int64 [T]"""
+    query_starts: torch.Tensor
+    """int32 [S + 1]"""
+    context_lens: torch.Tensor
+    """int32 [S]; 0 where a row stands for no sequence."""
+    block_tables: torch.Tensor
+    """int32 [S, max_blocks]"""
+    last: torch.Tensor | None
+    """int64 [R]: which of the tokens each sampled one follows; None: each token, in order."""
+    feed_rows: torch.Tensor
+    """int64 [R]: whose row each sampled token goes to."""
+    sampling: SamplingRows
+    num_decodes: int
+    """The first parts have one token each."""
+
+
+class HostRows:
+    """What the host knows of the sequences in rows."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
+        self.tables = BlockTables(max_num_seqs, max_blocks)
+        self.nobody = max_num_seqs
+        """The row of what stands for no sequence."""
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.changes: list[tuple[int, int, int]] = []
+        """Row, first block, end: of the tables, not yet on the device."""
+        self._floats = np.zeros((3, max_num_seqs + 1), np.float64)
+        self._integers = np.zeros((2, max_num_seqs + 1), np.int64)
+
+    def update(self, parts: list[Scheduled]) -> NDArray[np.int64]:
+        """The parts' rows, up to date here."""
+        for part in parts:
+            seq = part.seq
+            known = self.tables.update(seq)
+            if known < len(seq.blocks):
+                self.changes.append((seq.row, known, len(seq.blocks)))
+                if known == 0:
+                    self._set_sampling(seq)
+        return np.array([part.seq.row for part in parts], np.int64)
+
+    def _set_sampling(self, seq: Sequence) -> None:
+        params = seq.request.sampling
+        self._floats[:, seq.row] = params.temperature, params.top_p, params.min_p
+        seed = (params.seed or 0) & (1 << 64) - 1
+        self._integers[:, seq.row] = max(0, params.top_k), seed - (seed >> 63 << 64)
+
+    def take_changes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where in the flat tables, and what."""
+        changes, self.changes = self.changes, []
+        table, width = self.tables.table, self.max_blocks
+        at = [np.arange(row * width + first, row * width + end) for row, first, end in changes]
+        values = [table[row, first:end] for row, first, end in changes]
+        return np.concatenate(at), np.concatenate(values).astype(np.int64)
+
+    def floats(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[3, R]: temperature, top_p, min_p."""
+        return self._floats[:, rows]
+
+    def integers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[2, R]: top_k, seed."""
+        return self._integers[:, rows]
+
+
+class DeviceRows:
+    """What the device keeps of the sequences in rows; the last row is nobody's."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        self.nobody = max_num_seqs
+        self.tables = torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        """Sampled last."""
+
+
+def send(parts: list[NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
+    """All in one copy, which does not wait for what the device does."""
+    flat = to_send(np.concatenate([part.reshape(-1) for part in parts]), device).to(device, non_blocking=True)
+    sizes = [part.size for part in parts]
+    return [words.view(part.shape) for words, part in zip(flat.split(sizes), parts, strict=True)]
+
+
+def to_send(words: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(words).pin_memory() if device.type == "cuda" else torch.from_numpy(words)
+
+
+def sampling_words(
+    rows: NDArray[np.int64], choices: NDArray[np.int64], positions: NDArray[np.int64], host: HostRows
+) -> NDArray[np.int64]:
+    """[7, R]"""
+    return np.concatenate((host.integers(rows), choices[None], positions[None], host.floats(rows).view(np.int64)))
+
+
+def unpack_sampling(words: torch.Tensor) -> SamplingRows:
+    top_k, seed, choice, position = words[:4]
+    temperature, top_p, min_p = words[4:].view(torch.float64).to(torch.float32)
+    return SamplingRows(temperature, top_k.to(torch.int32), top_p, min_p, seed, choice.to(torch.int32), position)
+
+
+def step_words(parts: list[Scheduled], rows: NDArray[np.int64], host: HostRows) -> list[NDArray[np.int64]]:
+    """Of any step. See `unpack_step`."""
+    counts = np.fromiter((part.num_tokens for part in parts), np.int64, len(parts))
+    starts = np.fromiter((part.start for part in parts), np.int64, len(parts))
+    ends = counts.cumsum()
+    tokens = [_tokens(part) for part in parts]
+    token_ids = np.fromiter(itertools.chain.from_iterable(tokens), np.int64, int(ends[-1]))
+    positions = np.arange(len(token_ids)) + np.repeat(starts - ends + counts, counts)
+    token_rows = np.repeat(rows, counts)
+    blocks = host.tables.table[token_rows, positions // host.block_size].astype(np.int64)
+    slots = blocks * host.block_size + positions % host.block_size
+    sampled = [
+        (end - 1, row, part.seq.choice + branch, part.end, branch)
+        for part, row, end in zip(parts, rows.tolist(), ends.tolist(), strict=True)
+        if part.samples
+        for branch in range(branches(part.seq))
+    ]
+    last, sampled_rows, choices, places, branch = np.array(sampled, np.int64).reshape(-1, 5).T
+    # Of choices that part here, only the first goes on in the sequence's row.
+    feed_rows = np.where(branch == 0, sampled_rows, host.nobody)
+    return [
+        np.stack((token_ids, token_rows, positions, slots)),
+        np.concatenate(([0], ends)),
+        np.stack((starts + counts, rows)),
+        np.stack((last, feed_rows)),
+        sampling_words(sampled_rows, choices, places, host),
+    ]
+
+
+def _tokens(part: Scheduled) -> list[int]:
+    known = part.seq.tokens[part.start : part.end]
+    return known if len(known) == part.num_tokens else [*known, UNKNOWN]
+
+
+def branches(seq: Sequence) -> int:
+    """How many tokens are sampled at once: the choices that part here."""
+    return seq.num_branches if seq.num_output == 0 else 1
+
+
+def unpack_step(words: list[torch.Tensor], rows: DeviceRows, num_decodes: int) -> DeviceInputs:
+    (tokens, token_rows, positions, slots), query_starts, (lens, seq_rows), (last, feed_rows), sampling = words
+    return DeviceInputs(
+        token_ids=torch.where(tokens < 0, rows.tokens[token_rows], tokens),
+        positions=positions,
+        slots=slots,
+        query_starts=query_starts.to(torch.int32),
+        context_lens=lens.to(torch.int32),
+        block_tables=rows.tables[seq_rows],
+        last=last,
+        feed_rows=feed_rows,
+        sampling=unpack_sampling(sampling),
+        num_decodes=num_decodes,
+    )
+
+
+def decode_words(parts: list[Scheduled], rows: NDArray[np.int64], host: HostRows, size: int) -> NDArray[np.int64]:
+    """[11, size]: of a step in which each part is one token and samples, and what pads it. See `unpack_decodes`."""
+    count = len(parts)
+    words = np.zeros((DECODE_WORDS, size), np.int64)
+    padding = words[:, count:]
+    padding[0], padding[1], padding[3] = host.nobody, -1, NOWHERE
+    starts = np.fromiter((part.start for part in parts), np.int64, count)
+    tokens = (
+        tokens[start] if start < len(tokens := part.seq.tokens) else UNKNOWN
+        for part, start in zip(parts, starts.tolist(), strict=True)
+    )
+    choices = np.fromiter((part.seq.choice for part in parts), np.int64, count)
+    blocks = host.tables.table[rows, starts // host.block_size].astype(np.int64)
+    words[0, :count] = rows
+    words[1, :count] = starts
+    words[2, :count] = np.fromiter(tokens, np.int64, count)
+    words[3, :count] = blocks * host.block_size + starts % host.block_size
+    words[4:, :count] = sampling_words(rows, choices, starts + 1, host)
+    return words
+
+
+def unpack_decodes(words: torch.Tensor, rows: DeviceRows) -> DeviceInputs:
+    """What `decode_words` gave, [11, S] on the device. Capturable in a CUDA graph."""
+    row, positions, tokens, slots = words[:4]
+    return DeviceInputs(
+        token_ids=torch.where(tokens < 0, rows.tokens[row], tokens),
+        positions=positions.clamp(min=0),
+        slots=slots,
+        query_starts=torch.arange(len(row) + 1, dtype=torch.int32, device=row.device),
+        context_lens=(positions + 1).to(torch.int32),
+        block_tables=rows.tables[row],
+        last=None,
+        feed_rows=row,
+        sampling=unpack_sampling(words[4:]),
+        num_decodes=len(row),
+    )

@@ -1,0 +1,267 @@
+"""Computes steps on a GPU: launched without waiting, so that the host prepares the next one meanwhile.
+
+    launch   inputs to the device ─▶ forward ─▶ sample ─▶ tokens to the sequences' rows, and on their way to the host
+    result   waits for those tokens
+
+A step of single tokens is a CUDA graph (see `graphs`). What needs the host to sample (penalties, log-probabilities, a bias)
+waits for the device within `launch`.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrelay.common.errors import Internal
+from kvrelay.engine.batch import Batch, Done, LayerHook, Running, Sample, Scheduled, StepResult
+from kvrelay.engine.cache import kv_dtype_of
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.gpu.attention import DeviceAttention
+from kvrelay.engine.gpu.cache import DeviceKvCache
+from kvrelay.engine.gpu.graphs import DecodeGraphs
+from kvrelay.engine.gpu.inputs import (
+    NOWHERE,
+    DeviceInputs,
+    DeviceRows,
+    HostRows,
+    SamplingRows,
+    branches,
+    decode_words,
+    send,
+    step_words,
+    unpack_decodes,
+    unpack_step,
+)
+from kvrelay.engine.loader import LoadedModel
+from kvrelay.engine.penalties import adjusts
+from kvrelay.engine.runner import prompt_logprobs_of
+from kvrelay.engine.sampler import BadLogits, Sampler
+from kvrelay.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+
+class DeviceSampler(Protocol):
+    def __call__(self, logits: torch.Tensor, inputs: DeviceInputs, draws: bool) -> torch.Tensor:
+        """[R, V] → int64 [R], -1 where a row's logits are not finite. `draws`: not all rows take the most likely token."""
+        ...
+
+
+def _no_hook(layer: int) -> None:
+    pass
+
+
+@dataclasses.dataclass(slots=True)
+class Flight:
+    """A step that the device computes."""
+
+    rows: list[tuple[Sequence, int]]
+    tokens: torch.Tensor
+    """On the host, when the step is over."""
+    over: torch.cuda.Event | None
+    after: Callable[[], float]
+    """Called once, when it is over: its seconds."""
+
+    @property
+    def done(self) -> bool:
+        return self.over is None or self.over.query()
+
+    def result(self) -> StepResult:
+        if self.over is not None:
+            self.over.synchronize()
+        samples = []
+        for (seq, choice), token in zip(self.rows, self.tokens.tolist(), strict=True):
+            if token < 0:
+                log.error("the model's logits are not finite: %s", seq.request.request_id)
+            else:
+                samples.append(Sample(seq, choice, token))
+        return StepResult(samples, {}, self.after())
+
+
+class GpuRunner:
+    """Not for concurrent use, `kv`'s row access aside. Runs on a CPU as well, for tests."""
+
+    depth = 2
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        attention: DeviceAttention,
+        sampler: DeviceSampler,
+        host_sampler: Sampler,
+        kv_cache_bytes: int,
+    ) -> None:
+        """Makes the KV cache and captures the graphs. Raises Unsupported where there is no memory for them."""
+        device = torch.device(config.device)
+        self.device = device
+        self.kv = DeviceKvCache(
+            loaded.model_config, kv_dtype_of(config.kv_dtype, loaded.dtype), config.block_size, kv_cache_bytes, device
+        )
+        self._num_layers = loaded.model_config.num_layers
+        self._vocab_size = loaded.vocab_size
+        self._model = loaded.model
+        self._attention = attention
+        self._sampler = sampler
+        self._host_sampler = host_sampler
+        self._max_tokens = config.max_num_batched_tokens
+        self._max_model_len = loaded.max_model_len
+        max_blocks = -(-loaded.max_model_len // config.block_size)
+        self._host = HostRows(config.max_num_seqs, max_blocks, config.block_size)
+        self._rows = DeviceRows(config.max_num_seqs, max_blocks, device)
+        self._over = 0.0
+        """When the last step was over."""
+        self._max_sampled = config.max_num_seqs
+        self._graphs = DecodeGraphs(config.max_num_seqs, self._decode, device)
+
+    def capture(self) -> None:
+        self._graphs.capture()
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """The largest step, which writes no KV, so that kernels are compiled and memory is taken before the first request."""
+        num_tokens = self._max_tokens
+        lengths = [min(self._max_model_len, num_tokens - at) for at in range(0, num_tokens, self._max_model_len)]
+        count, rows = self._max_sampled, self._rows
+
+        def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=self.device)
+
+        lens = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        self._sample(
+            DeviceInputs(
+                token_ids=full(num_tokens),
+                positions=full(num_tokens),
+                slots=full(num_tokens, value=NOWHERE),
+                query_starts=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
+                context_lens=lens,
+                block_tables=rows.tables[[rows.nobody] * len(lengths)],
+                last=full(count),
+                feed_rows=full(count, value=rows.nobody),
+                sampling=SamplingRows(
+                    full(count, value=1.0, dtype=torch.float32),
+                    full(count, value=2, dtype=torch.int32),
+                    full(count, value=0.5, dtype=torch.float32),
+                    full(count, dtype=torch.float32),
+                    full(count),
+                    full(count, dtype=torch.int32),
+                    full(count),
+                ),
+                num_decodes=0,
+            ),
+            greedy=False,
+        )
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence left the running ones: its row is another's. It may come back."""
+        self._host.tables.forget(seq)
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, on_layer: LayerHook) -> Running:
+        """Copies blocks, computes the batch's KV, samples. `on_layer` is called for all layers at the end. Raises Internal."""
+        launched = time.perf_counter()
+        if batch.num_tokens > self._max_tokens:
+            raise Internal(f"a step of {batch.num_tokens} tokens is over max_num_batched_tokens {self._max_tokens}")
+        parts = batch.parts
+        rows = self._host.update(parts)
+        self._send_changes()
+        self.kv.copy_blocks(batch.copies)
+        sampled = [
+            (part.seq, part.seq.choice + branch)
+            for part in parts
+            if part.samples
+            for branch in range(branches(part.seq))
+        ]
+        greedy = all(seq.request.sampling.temperature == 0.0 for seq, _ in sampled)
+
+        def after() -> float:
+            for layer in range(self._num_layers):
+                on_layer(layer)
+            now = time.perf_counter()
+            seconds, self._over = now - max(launched, self._over), now
+            return seconds
+
+        if len(sampled) > self._max_sampled or any(_needs_host(part) for part in parts):
+            inputs = self._unpack(parts, rows)
+            return Done(self._sample_on_host(parts, sampled, inputs, self._forward(inputs), after))
+        if len(sampled) == len(parts) == batch.num_tokens:
+            size = self._graphs.size_for(len(parts))
+            tokens = self._graphs.run(decode_words(parts, rows, self._host, size), greedy)
+        else:
+            tokens = self._sample(self._unpack(parts, rows), greedy)
+        return Flight(sampled, *self._to_host(tokens[: len(sampled)]), after)
+
+    def _unpack(self, parts: list[Scheduled], rows: NDArray[np.int64]) -> DeviceInputs:
+        num_decodes = next((i for i, part in enumerate(parts) if part.num_tokens > 1), len(parts))
+        return unpack_step(send(step_words(parts, rows, self._host), self.device), self._rows, num_decodes)
+
+    def _send_changes(self) -> None:
+        """Of block tables."""
+        if self._host.changes:
+            at, values = send(list(self._host.take_changes()), self.device)
+            self._rows.tables.view(-1).index_copy_(0, at, values.to(torch.int32))
+
+    def _decode(self, words: torch.Tensor, greedy: bool) -> torch.Tensor:
+        """A step of single tokens, out of `decode_words` on the device."""
+        return self._sample(unpack_decodes(words, self._rows), greedy)
+
+    def _forward(self, inputs: DeviceInputs) -> torch.Tensor:
+        return self._model.forward(
+            inputs.token_ids, inputs.positions, self.kv, self._attention.prepare(inputs), _no_hook
+        )
+
+    def _sample(self, inputs: DeviceInputs, greedy: bool) -> torch.Tensor:
+        """Tokens [R], in the sequences' rows too."""
+        hidden = self._forward(inputs)
+        if inputs.last is not None:
+            if not len(inputs.last):
+                return inputs.last
+            hidden = hidden[inputs.last]
+        tokens = self._sampler(self._model.logits(hidden), inputs, not greedy)
+        self._rows.tokens.index_copy_(0, inputs.feed_rows, tokens.clamp(min=0))
+        return tokens
+
+    def _to_host(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        if self.device.type != "cuda":
+            return tokens.clone(), None
+        host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        over = torch.cuda.Event()
+        over.record()
+        return host, over
+
+    def _sample_on_host(
+        self,
+        parts: list[Scheduled],
+        sampled: list[tuple[Sequence, int]],
+        inputs: DeviceInputs,
+        hidden: torch.Tensor,
+        after: Callable[[], float],
+    ) -> StepResult:
+        """By what serves a CPU as well, on tensors of the device."""
+        prompts = prompt_logprobs_of(parts, hidden, self._model.logits, self._host_sampler, self._vocab_size)
+        samples: list[Sample] = []
+        assert inputs.last is not None, "not of a graph"
+        if sampled:
+            logits = self._model.logits(hidden[inputs.last])
+            try:
+                samples = self._host_sampler.sample(logits, sampled)
+            except BadLogits as error:
+                log.error("%s: %s", error.message, {sampled[row][0].request.request_id for row in error.rows})
+                samples = error.samples
+            drawn = {(sample.seq, sample.choice): sample.token for sample in samples}
+            tokens = torch.tensor([drawn.get(row, 0) for row in sampled], device=self.device)
+            self._rows.tokens.index_copy_(0, inputs.feed_rows, tokens)
+        return StepResult(samples, prompts, after())
+
+
+def _needs_host(part: Scheduled) -> bool:
+    params = part.seq.request.sampling
+    if params.prompt_logprobs is not None and part.start < part.seq.num_prompt - 1:
+        return True
+    return part.samples and (params.logprobs is not None or adjusts(part.seq))

@@ -1,0 +1,19 @@
+"""The device's sampler, for a runner's inputs."""
+
+import torch
+
+from kvrelay.engine.gpu.inputs import DeviceInputs
+from kvrelay.kernels.triton.sample import SampleParams, TokenSampler
+
+
+class TritonSampler:
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._sampler = TokenSampler(max_rows, vocab_size, device)
+
+    def __call__(self, logits: torch.Tensor, inputs: DeviceInputs, draws: bool) -> torch.Tensor:
+        rows = inputs.sampling
+        params = SampleParams(
+            rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.choice, rows.position
+        )
+        tokens, finite = self._sampler(logits, params, draws=draws)
+        return tokens.masked_fill_(~finite, -1)

@@ -1,0 +1,39 @@
+"""The block tables of running sequences, each in a row of its own."""
+
+import numpy as np
+
+from kvrelay.common.errors import Internal
+from kvrelay.engine.sequence import Sequence
+
+
+class BlockTables:
+    """[max_num_seqs, max_blocks]: the blocks of each sequence in its row."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+        self.table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._known: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    def update(self, seq: Sequence) -> int:
+        """Brings the sequence's row up to date: gives the first of its blocks that was written, their number if none was.
+
+        Raises Internal where there are more sequences than rows.
+        """
+        if seq.row < 0:
+            if not self._free:
+                raise Internal(f"the batch has more than {len(self._known)} sequences")
+            seq.row = self._free.pop()
+        known, blocks = self._known[seq.row], seq.blocks
+        if known == blocks:
+            return len(blocks)
+        # Mostly blocks were added; a copied block or a preemption changes those before.
+        same = len(known) if blocks[: len(known)] == known else 0
+        self.table[seq.row, same : len(blocks)] = blocks[same:]
+        known[same:] = blocks[same:]
+        return same
+
+    def forget(self, seq: Sequence) -> None:
+        if seq.row >= 0:
+            self._known[seq.row].clear()
+            self._free.append(seq.row)
+            seq.row = -1
