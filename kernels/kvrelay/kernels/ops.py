@@ -38,26 +38,47 @@ class Ops(Protocol):
 
 
 def choose_ops(device: str, dtype: torch.dtype, option: str = "auto") -> tuple[Ops, str]:
-    """By `option` auto, compiled or torch: the implementation, and the reason in words. Raises ValueError where it cannot be had."""
-    if option not in ("auto", "compiled", "torch"):
-        raise ValueError(f"kernels {option} are not among auto, compiled, torch")
+    """By `option` auto, compiled, triton or torch: the implementation, and the reason in words. Raises ValueError where it
+    cannot be had."""
+    if option not in ("auto", "compiled", "triton", "torch"):
+        raise ValueError(f"kernels {option} are not among auto, compiled, triton, torch")
     if option == "torch":
         return ReferenceOps(), "torch: asked for"
-    if not device.startswith("cpu"):
-        why = f"there are none for {device}"
-    elif dtype not in (torch.float32, torch.bfloat16):
-        why = f"there are none for {dtype}"
-    else:
-        try:
-            from kvrelay.kernels.cpu.openmp import NoThreads
-            from kvrelay.kernels.cpu.ops import CompiledOps
-        except ImportError as error:
-            why = f"numba is not there ({error})"
-        else:
-            try:
-                return CompiledOps(dtype), "compiled: by numba, on torch's threads"
-            except NoThreads as error:
-                why = str(error)
-    if option == "compiled":
-        raise ValueError(f"compiled kernels: {why}")
-    return ReferenceOps(), f"torch: {why}"
+    own = "compiled" if device.startswith("cpu") else "triton"
+    try:
+        if option not in ("auto", own):
+            raise _NotHere(f"there are none for {device}")
+        ops, how = _compiled(dtype) if own == "compiled" else _triton(device)
+    except _NotHere as why:
+        if option != "auto":
+            raise ValueError(f"{option} kernels: {why}") from why
+        return ReferenceOps(), f"torch: {why}"
+    return ops, f"{own}: {how}"
+
+
+class _NotHere(Exception):
+    """Says why kernels cannot be had."""
+
+
+def _compiled(dtype: torch.dtype) -> tuple[Ops, str]:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise _NotHere(f"there are none for {dtype}")
+    try:
+        from kvrelay.kernels.cpu.openmp import NoThreads
+        from kvrelay.kernels.cpu.ops import CompiledOps
+    except ImportError as error:
+        raise _NotHere(f"numba is not there ({error})") from error
+    try:
+        return CompiledOps(dtype), "by numba, on torch's threads"
+    except NoThreads as error:
+        raise _NotHere(str(error)) from error
+
+
+def _triton(device: str) -> tuple[Ops, str]:
+    if not device.startswith("cuda"):
+        raise _NotHere(f"there are none for {device}")
+    try:
+        from kvrelay.kernels.triton.ops import TritonOps
+    except ImportError as error:
+        raise _NotHere(f"Triton is not there ({error})") from error
+    return TritonOps(), f"for {device}"

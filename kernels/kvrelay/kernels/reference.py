@@ -49,3 +49,41 @@ def paged_decode(
         k, v = (side[blocks].flatten(0, 1)[:length].transpose(0, 1).to(q.dtype) for side in (keys, values))
         out[row] = F.scaled_dot_product_attention(q[row, :, None], k, v, enable_gqa=True)[:, 0]
     return out
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    norm: "Norm | None",
+) -> torch.Tensor:
+    """Heads `qkv` [T, Hq + 2 Hkv, D] of tokens at `positions` [T]: queries and keys are normed, if so asked (`norm` is of
+    [Hq + Hkv, D]), and turned by the float32 tables `cos` and `sin` [positions, D / 2]. Keys and values go into the cached
+    `keys` and `values` [slots, Hkv, D] at `slots` int64 [T], nowhere where that is -1. Gives the queries, [T, Hq, D].
+
+    Everything is float32 until a result is rounded to the model's dtype; from that, the cache's (what is too large for
+    8 bits becomes the largest).
+    """
+    num_kv = keys.shape[1]
+    num_turned = qkv.shape[1] - num_kv
+    turned = qkv[:, :num_turned].to(torch.float32)
+    if norm is not None:
+        turned = rms_norm(turned, norm)
+    first, second = turned.chunk(2, -1)
+    real_cos, real_sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    turned = torch.cat((first * real_cos - second * real_sin, second * real_cos + first * real_sin), -1).to(qkv.dtype)
+    kept = slots >= 0
+    for cached, new in ((keys, turned[:, -num_kv:]), (values, qkv[:, num_turned:])):
+        cached[slots[kept]] = narrow(new[kept], cached.dtype)
+    return turned[:, :-num_kv].contiguous()
+
+
+def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To a cache's dtype. torch itself would make NaN of what is too large for 8 bits."""
+    if dtype is torch.float8_e4m3fn:
+        x = x.clamp(-448.0, 448.0)
+    return x.to(dtype)
