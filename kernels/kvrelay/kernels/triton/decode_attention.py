@@ -154,7 +154,7 @@ class DecodeConfig:
     """Tokens a program takes at a time; a power of two, 16 or more."""
     warps: int
     stages: int
-    """Tiles in flight or in use."""
+    """Of loads on their way, those of the block table and then those of KV: half as many tiles lie in shared memory."""
     programs: int
     """For each multiprocessor."""
 
@@ -162,10 +162,10 @@ class DecodeConfig:
 def decode_config(head_dim: int, group: int, dtype: torch.dtype) -> DecodeConfig:
     """What was fastest on an H200, of what fits."""
     if dtype is torch.float32:
-        return DecodeConfig(tile=16, warps=4, stages=2, programs=2)
+        return DecodeConfig(tile=16, warps=4, stages=3, programs=2)
     if head_dim == 256:
-        return DecodeConfig(tile=32, warps=4, stages=3, programs=2)
-    return DecodeConfig(tile=64, warps=4, stages=3 if head_dim == 128 else 4, programs=2)
+        return DecodeConfig(tile=32, warps=4, stages=7, programs=2)
+    return DecodeConfig(tile=64, warps=4, stages=7, programs=2)
 
 
 class PagedDecode:
@@ -240,7 +240,7 @@ class PagedDecode:
             q.shape[0], q.stride(0), out.stride(0), block_tables.stride(0), self.scale,
             HKV=self.num_kv_heads, GROUP=self.group, D=self.head_dim, BLOCK_SIZE=self.block_size, TILE=self.config.tile,
             WINDOW=self.window, SOFTCAP=self.softcap, ROWS=rows, MERGED=merged,
-            PIECES=max(1, 8192 // (merged * self.head_dim)),
+            PIECES=max(1, 4096 // (merged * self.head_dim)),
             num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip
         return out

@@ -30,31 +30,6 @@ def _find(query_starts, tile, num_seqs, TOKENS: tl.constexpr):
     return count - 1
 
 
-@triton.jit
-def _span(
-    highest, total, acc, query, keys, values, table, begin, end, last_token, position, head, scale,
-    HKV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The tiles of keys from `begin` to `end` into the softmax; `MASKED` if not every row may see all of them."""
-    dims = tl.arange(0, D)
-    token = begin * TILE + tl.arange(0, TILE)
-    for _ in range(begin, end):
-        slots = slots_of(table, token, last_token, BLOCK_SIZE)
-        at = (slots * HKV + head)[:, None] * D + dims[None, :]
-        k = tl.load(keys + at)
-        raw, factor = raw_scores(query, k, scale, SOFTCAP)
-        if MASKED:
-            seen = token[None, :] <= position[:, None]
-            if WINDOW > 0:
-                seen &= token[None, :] > position[:, None] - WINDOW
-            raw = tl.where(seen, raw, float("-inf"))
-        v = tl.load(values + at)
-        highest, total, acc = absorb(highest, total, acc, raw, factor, v)
-        token += TILE
-    return highest, total, acc
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "table_stride"])
 def _prefill(
     q, keys, values, tables, query_starts, context_lens, out, num_tokens, num_seqs, q_stride, out_stride, table_stride, scale,
@@ -92,25 +67,25 @@ def _prefill(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
 
-    # Key tiles: those at the window's edge, those that all rows see, those on the diagonal.
-    last = newest_row // TILE + 1
-    full = 0
-    if WINDOW > 0:
-        edge = tl.maximum(oldest_row - WINDOW + 1, 0) // TILE
-        full = tl.minimum(tl.cdiv(tl.maximum(newest_row - WINDOW + 1, 0), TILE), last)
-        highest, total, acc = _span(
-            highest, total, acc, query, keys, values, table, edge, full, context - 1, position, head, scale,
-            HKV, D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, MASKED=True,
-        )  # fmt: skip
-    diagonal = tl.maximum((oldest_row + 1) // TILE, full)
-    highest, total, acc = _span(
-        highest, total, acc, query, keys, values, table, full, diagonal, context - 1, position, head, scale,
-        HKV, D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, MASKED=False,
-    )  # fmt: skip
-    highest, total, acc = _span(
-        highest, total, acc, query, keys, values, table, diagonal, last, context - 1, position, head, scale,
-        HKV, D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, MASKED=True,
-    )  # fmt: skip
+    first_tile = tl.maximum(oldest_row - WINDOW + 1, 0) // TILE if WINDOW > 0 else 0
+    key = first_tile * TILE + tl.arange(0, TILE)
+    for at in range(first_tile, newest_row // TILE + 1):
+        slots = slots_of(table, key, context - 1, BLOCK_SIZE)
+        places = (slots * HKV + head)[:, None] * D + dims[None, :]
+        k = tl.load(keys + places)
+        raw, factor = raw_scores(query, k, scale, SOFTCAP)
+        # Most tiles are seen whole by all rows.
+        partly = (at + 1) * TILE > oldest_row + 1
+        if WINDOW > 0:
+            partly |= at * TILE <= newest_row - WINDOW
+        if partly:
+            seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen &= key[None, :] > position[:, None] - WINDOW
+            raw = tl.where(seen, raw, float("-inf"))
+        v = tl.load(values + places)
+        highest, total, acc = absorb(highest, total, acc, raw, factor, v)
+        key += TILE
     tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
@@ -124,16 +99,14 @@ class PrefillConfig:
     """Keys a program takes at a time; a power of two, 16 or more."""
     warps: int
     stages: int
-    """Tiles in flight or in use."""
+    """Of loads on their way, those of the block table and then those of KV: half as many tiles lie in shared memory."""
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
     """What was fastest on an H200, of what fits."""
     if dtype is torch.float32:
         return PrefillConfig(rows=64, tile=16, warps=4, stages=2)
-    if head_dim == 256:
-        return PrefillConfig(rows=128, tile=64, warps=8, stages=2)
-    return PrefillConfig(rows=128, tile=128 if head_dim == 64 else 64, warps=8, stages=3)
+    return PrefillConfig(rows=128, tile={64: 128, 128: 64, 256: 32}[head_dim], warps=8, stages=5)
 
 
 def paged_prefill(
