@@ -1,5 +1,6 @@
 """The kernels in plain torch: what they are tested against, and what runs where they do not."""
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,15 +40,52 @@ def rms_norm(x: torch.Tensor, norm: "Norm") -> torch.Tensor:
 
 
 def paged_decode(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_tables: torch.Tensor, lens: torch.Tensor
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_tables: torch.Tensor,
+    lens: torch.Tensor,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """`q` [S, Hq, D], one token a sequence, on the first `lens` [S] tokens of its blocks. Cached `keys` and `values` [blocks, block
-    size, Hkv, D]; `block_tables` [S, …]."""
-    out = torch.empty_like(q)
-    for row, (table, length) in enumerate(zip(block_tables.tolist(), lens.tolist(), strict=True)):
-        blocks = table[: -(-length // keys.shape[1])]
-        k, v = (side[blocks].flatten(0, 1)[:length].transpose(0, 1).to(q.dtype) for side in (keys, values))
-        out[row] = F.scaled_dot_product_attention(q[row, :, None], k, v, enable_gqa=True)[:, 0]
+    """`q` [S, Hq, D], one token a sequence, on the first `lens` [S] tokens of its blocks; zeros for none. Cached `keys` and
+    `values` [blocks, block size, Hkv, D]; `block_tables` [S, …]. See `paged_prefill`."""
+    starts = lens.clamp(max=1).cumsum(0)
+    starts = torch.cat((starts.new_zeros(1), starts))
+    packed = paged_prefill(q[lens > 0], keys, values, block_tables, starts, lens, window=window, softcap=softcap)
+    return q.new_zeros(q.shape).masked_scatter_((lens > 0)[:, None, None], packed)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Parts of S sequences: `q` [T, Hq, D], a part's tokens from `query_starts` [S + 1] on, the last ones of the first
+    `context_lens` [S] tokens of its blocks; zeros behind the last part. Causal; the last `window` tokens alone, the query's own
+    with them; scores bent to ±`softcap` by tanh. Cached `keys` and `values` [blocks, block size, Hkv, D]; `block_tables` [S, …]."""
+    out = torch.zeros_like(q)
+    starts = query_starts.tolist()
+    for (begin, end), table, context in zip(pairwise(starts), block_tables, context_lens.tolist(), strict=True):
+        blocks = table[: -(-context // keys.shape[1])]
+        k, v = (side[blocks].flatten(0, 1)[:context].to(q.dtype) for side in (keys, values))
+        grouped = q[begin:end].unflatten(1, (k.shape[1], -1))
+        scores = torch.einsum("qhgd,nhd->hgqn", grouped, k) * q.shape[2] ** -0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        behind = torch.arange(context - (end - begin), context, device=q.device)[:, None] - torch.arange(
+            context, device=q.device
+        )
+        hidden = (behind < 0) | (behind >= (window or context))
+        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        out[begin:end] = torch.einsum("hgqn,nhd->qhgd", weights, v).flatten(1, 2)
     return out
 
 

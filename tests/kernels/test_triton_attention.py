@@ -1,0 +1,287 @@
+"""Triton's attention against its twins in float64: in the interpreter, and on a GPU where there is one.
+
+How far they may differ. A result is the mean of values by weights, so whatever changes each weight by a relative e changes it by
+at most e times the mean of the values' magnitudes, `spread`, which the twin gives too. Weights are rounded to the values' type
+(u: 2^-8 for bfloat16, 2^-11 for float16) and so is the result. Scores are sums of D products in float32, whose error is at
+most √D 2^-24 |q| |k|, 2^-12 for D = 256 and normal q and k, on the weight and on what it is divided by. Roundings have no
+common sign, so what is seen in float32 is about the root of that; 2^-16 would still catch products in tf32 (2^-11).
+float16 has nothing under 2^-24: each weight may lose half of that of the largest, which is 1.
+"""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from kvrelay.kernels.reference import paged_decode, paged_prefill
+from kvrelay.kernels.triton import decode_attention, prefill_attention
+from kvrelay.kernels.triton.decode_attention import DecodeConfig, PagedDecode
+from kvrelay.kernels.triton.prefill_attention import PrefillConfig
+
+pytestmark = pytest.mark.kernels
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+needs_gpu = pytest.mark.skipif(not GPU, reason="the interpreter has neither graphs nor bfloat16, and is slow")
+# The interpreter rounds the operands of a dot in bfloat16 wrongly.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+TOLERANCE = {torch.float32: 2**-16, torch.float16: 2 * 2**-11 + 2**-11, torch.bfloat16: 2 * 2**-8 + 2**-11}
+# Small, so that short sequences have several tiles and programs; what the GPU is tuned to runs on the GPU.
+DECODE = None if GPU else DecodeConfig(tile=32, warps=4, stages=3, programs=2)
+PREFILL = None if GPU else PrefillConfig(rows=64, tile=32, warps=4, stages=3)
+
+
+class Paged:
+    """Sequences of these lengths whose blocks lie in no order; every slot that no sequence owns holds NaN."""
+
+    def __init__(self, lens: list[int], heads: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
+        self.block_size = block_size
+        # A column more than the longest needs, in rows of a wider table.
+        width = max(-(-length // block_size) for length in lens) + 1
+        blocks = sum(-(-length // block_size) for length in lens) + 3
+        order = torch.randperm(blocks)
+        self.tables = torch.full((len(lens), width + 5), 2**30, dtype=torch.int32)[:, :width]
+        slots = []
+        for table, length in zip(self.tables, lens, strict=True):
+            needed = -(-length // block_size)
+            table[:needed], order = order[:needed], order[needed:]
+            tokens = torch.arange(length)
+            slots.append(table[tokens // block_size].long() * block_size + tokens % block_size)
+        owned = torch.cat(slots).to(DEVICE)
+        shape = (blocks * block_size, heads, dim)
+        self.keys, self.values = (torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for _ in "kv")
+        for side in (self.keys, self.values):
+            side[owned] = torch.randn(len(owned), heads, dim, device=DEVICE).to(dtype)
+        self.tables = self.tables.to(DEVICE)
+        self.lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the twins take them."""
+        keys, values = (side.unflatten(0, (-1, self.block_size)) for side in (self.keys, self.values))
+        return keys, values
+
+
+def check(out: torch.Tensor, expected: torch.Tensor, spread: torch.Tensor, tokens: int) -> None:
+    allowed = TOLERANCE[out.dtype] * spread
+    if out.dtype is torch.float16:
+        allowed += tokens * 2**-25 * 5
+    excess = (out.double() - expected).abs() - allowed
+    assert not out.isnan().any()
+    assert float(excess.max()) <= 0, f"by up to {float((out.double() - expected).abs().max())}"
+
+
+def scaled(q: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """For the twins, which know the usual scale alone."""
+    return q.double() * options.get("scale", q.shape[2] ** -0.5) * q.shape[2] ** 0.5
+
+
+def bounds(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "scale"}
+
+
+DECODES: list[tuple[list[int], int, int, int, int, dict[str, Any]]] = [
+    # lengths, KV heads, query heads of each, head dim, block size, options
+    ([1], 1, 1, 64, 16, {}),
+    ([33, 0, 1, 130, 0], 2, 3, 64, 16, {}),
+    ([190], 1, 16, 128, 32, {}),
+    ([70, 64, 65], 1, 7, 128, 64, {"window": 40}),
+    ([0, 0, 200, 31], 2, 4, 256, 32, {"softcap": 3.0}),
+    ([129], 1, 64, 256, 16, {"window": 1, "softcap": 20.0}),
+    ([16] * 9, 1, 2, 64, 16, {"scale": 0.3}),
+]
+
+
+def draw_decode(seed: int) -> tuple[list[int], int, int, int, int, dict[str, Any]]:
+    draw = random.Random(seed)
+    longest = draw.choice([20, 700, 5000, 32768])
+    lens = [draw.choice([0, 1, draw.randint(1, longest), longest]) for _ in range(draw.choice([1, 2, 9, 40]))]
+    group = draw.choice([1, 2, 3, 4, 5, 7, 8, 12, 16, 32, 64])
+    options = draw.choice([{}, {}, {"window": draw.randint(1, longest)}, {"softcap": 10.0}])
+    return (
+        [*lens, longest],
+        draw.choice([1, 2, 8]),
+        group,
+        draw.choice([64, 128, 256]),
+        draw.choice([16, 32, 64]),
+        options,
+    )
+
+
+if GPU:
+    DECODES += [draw_decode(seed) for seed in range(40)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("lens", "heads", "group", "dim", "block_size", "options"), DECODES)
+def test_decode(
+    lens: list[int], heads: int, group: int, dim: int, block_size: int, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(len(lens))
+    cache = Paged(lens, heads, dim, block_size, dtype)
+    # As a step gives them: beside keys and values in one buffer.
+    q = torch.randn(len(lens), heads * (group + 2), dim, device=DEVICE).to(dtype)[:, : heads * group]
+    kernel = PagedDecode(len(lens) + 2, heads * group, heads, dim, block_size, dtype, DEVICE, config=DECODE, **options)
+    kernel.plan(cache.lens)
+    out = torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
+    assert kernel(q, cache.keys, cache.values, cache.tables, cache.lens, out) is out
+    keys, values = cache.blocks()
+    expected, spread = (
+        paged_decode(scaled(q, options), keys, side, cache.tables, cache.lens, **bounds(options))
+        for side in (values, values.abs())
+    )
+    check(out, expected, spread, max(lens))
+    assert not out[cache.lens == 0].any()
+    again = kernel(q, cache.keys, cache.values, cache.tables, cache.lens)
+    assert torch.equal(out, again), "the sums' order is fixed, and nothing is left of the call before"
+
+
+def test_decode_of_fewer_sequences_than_before() -> None:
+    """What was planned for a longer batch is not seen."""
+    torch.manual_seed(0)
+    cache = Paged([40, 100, 33], 2, 64, 16, torch.float32)
+    q = torch.randn(3, 4, 64, device=DEVICE)
+    kernel = PagedDecode(3, 4, 2, 64, 16, torch.float32, DEVICE, config=DECODE)
+    for rows in (slice(0, 3), slice(1, 3), slice(2, 3)):
+        lens, tables = cache.lens[rows], cache.tables[rows]
+        kernel.plan(lens)
+        out = kernel(q[rows], cache.keys, cache.values, tables, lens)
+        expected = paged_decode(q[rows].double(), *cache.blocks(), tables, lens)
+        torch.testing.assert_close(out.double(), expected, rtol=2**-16, atol=2**-16)
+
+
+def test_nan_in_the_cache_comes_out() -> None:
+    """A fault upstream must not turn into a plausible token."""
+    torch.manual_seed(0)
+    cache = Paged([100, 20], 2, 64, 16, torch.float16)
+    cache.keys[cache.tables[0, 2] * 16 + 5, 1, 7] = float("nan")
+    q = torch.randn(2, 4, 64, device=DEVICE).half()
+    kernel = PagedDecode(2, 4, 2, 64, 16, torch.float16, DEVICE, config=DECODE)
+    kernel.plan(cache.lens)
+    out = kernel(q, cache.keys, cache.values, cache.tables, cache.lens)
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    packed = prefill_attention.paged_prefill(
+        q, cache.keys, cache.values, cache.tables, starts, cache.lens, 16, config=PREFILL
+    )
+    for result in (out, packed):
+        assert result[0, 2:].isnan().all()
+        assert not result[0, :2].isnan().any()
+        assert not result[1].isnan().any()
+
+
+PREFILLS: list[tuple[list[tuple[int, int]], int, int, int, int, int, dict[str, Any]]] = [
+    # (part, context) of each sequence, padding tokens, KV heads, query heads of each, head dim, block size, options
+    ([(1, 1)], 0, 1, 1, 64, 16, {}),
+    ([(70, 70), (0, 5), (1, 40), (0, 0), (9, 75)], 12, 2, 4, 64, 16, {}),
+    ([(33, 100), (3, 3)], 1, 1, 7, 128, 32, {"window": 20}),
+    ([(5, 90)], 0, 1, 64, 64, 64, {"window": 70, "scale": 0.2}),
+    ([(20, 31), (0, 0)], 40, 1, 3, 256, 32, {"softcap": 3.0}),
+]
+
+
+def draw_prefill(seed: int) -> tuple[list[tuple[int, int]], int, int, int, int, int, dict[str, Any]]:
+    draw = random.Random(seed)
+    longest = draw.choice([40, 700, 2048])
+    before = draw.choice([0, 100, 30000])
+    parts = [
+        draw.choice([0, 1, draw.randint(1, longest)]) for _ in range(draw.choice([1, 2, 9, 200]) if longest < 99 else 3)
+    ]
+    contexts = [part + draw.choice([0, draw.randint(0, before)]) for part in [*parts, longest]]
+    group = draw.choice([1, 2, 3, 4, 5, 7, 8, 12, 16, 32, 64])
+    options = draw.choice([{}, {}, {"window": draw.randint(1, longest)}, {"softcap": 10.0}])
+    heads = draw.choice([1, 2]) if group > 8 else draw.choice([1, 2, 4])
+    drawn = list(zip([*parts, longest], contexts, strict=True))
+    return drawn, draw.choice([0, 1, 99]), heads, group, draw.choice([64, 128, 256]), draw.choice([16, 32, 64]), options
+
+
+if GPU:
+    PREFILLS += [draw_prefill(seed) for seed in range(30)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("parts", "padding", "heads", "group", "dim", "block_size", "options"), PREFILLS)
+def test_prefill(
+    parts: list[tuple[int, int]],
+    padding: int,
+    heads: int,
+    group: int,
+    dim: int,
+    block_size: int,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(len(parts))
+    lens = [context for _, context in parts]
+    cache = Paged(lens, heads, dim, block_size, dtype)
+    starts = torch.tensor([0, *itertools.accumulate(part for part, _ in parts)], dtype=torch.int32, device=DEVICE)
+    tokens = int(starts[-1]) + padding
+    q = torch.randn(tokens, heads * (group + 2), dim, device=DEVICE).to(dtype)[:, : heads * group]
+    out = torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
+    given = prefill_attention.paged_prefill(
+        q, cache.keys, cache.values, cache.tables, starts, cache.lens, block_size, out, config=PREFILL, **options
+    )
+    assert given is out
+    keys, values = cache.blocks()
+    expected, spread = (
+        paged_prefill(scaled(q, options), keys, side, cache.tables, starts, cache.lens, **bounds(options))
+        for side in (values, values.abs())
+    )
+    check(out, expected, spread, max(lens))
+    assert not out[tokens - padding :].any()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_one_graph_serves_other_lengths() -> None:
+    torch.manual_seed(0)
+    heads, group, dim, block_size, dtype = 8, 4, 128, 16, torch.bfloat16
+    caches = [Paged(lens, heads, dim, block_size, dtype) for lens in ([900, 1, 3000, 17], [5, 2000, 0, 2999])]
+    blocks = max(len(cache.keys) for cache in caches)
+    keys, values = (torch.empty(blocks, heads, dim, dtype=dtype, device=DEVICE) for _ in "kv")
+    tables = torch.zeros(4, 200, dtype=torch.int32, device=DEVICE)
+    lens = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    starts = torch.arange(5, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(4, heads * group, dim, device=DEVICE).to(dtype)
+    kernel = PagedDecode(4, heads * group, heads, dim, block_size, dtype, DEVICE)
+    out, packed = torch.empty_like(q), torch.empty_like(q)
+
+    def step() -> None:
+        kernel.plan(lens)
+        kernel(q, keys, values, tables, lens, out)
+        prefill_attention.paged_prefill(q, keys, values, tables, starts, lens, block_size, packed)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for cache in caches:
+        for target, source in ((keys, cache.keys), (values, cache.values), (lens, cache.lens)):
+            target[: len(source)].copy_(source)
+        tables[:, : cache.tables.shape[1]].copy_(cache.tables)
+        for result in (out, packed):
+            result.fill_(float("nan"))
+        graph.replay()
+        arguments = (q.double(), *cache.blocks(), cache.tables, cache.lens)
+        spread = paged_decode(q.double(), cache.blocks()[0], cache.blocks()[1].abs(), cache.tables, cache.lens)
+        check(out, paged_decode(*arguments), spread, 3000)
+        # A part of one token needs one token of context at least.
+        some = cache.lens > 0
+        check(packed[some], paged_decode(*arguments)[some], spread[some], 3000)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(4, 4, 80), (6, 4, 64), (65, 1, 64), (2, 4, 64)])
+def test_shapes_without_a_kernel_are_refused(num_heads: int, num_kv_heads: int, dim: int) -> None:
+    with pytest.raises(ValueError, match="no attention kernel for"):
+        PagedDecode(1, num_heads, num_kv_heads, dim, 16, torch.float16, DEVICE)
+    q, cache = torch.zeros(1, num_heads, dim, device=DEVICE), torch.zeros(16, num_kv_heads, dim, device=DEVICE)
+    starts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="no attention kernel for"):
+        prefill_attention.paged_prefill(q, cache, cache, starts[None], starts, starts[:1], 16)
+
+
+def test_more_sequences_than_there_is_room_for() -> None:
+    kernel = decode_attention.PagedDecode(2, 1, 1, 64, 16, torch.float16, DEVICE)
+    with pytest.raises(ValueError, match="3 sequences are more than 2"):
+        kernel.plan(torch.ones(3, dtype=torch.int32, device=DEVICE))
