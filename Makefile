@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := var/models/smollm2/.complete
 TORCH ?= torch==2.13.0
+# For the tests of GPU kernels, which it interprets; torch brings its own where it is for a GPU.
+TRITON ?= triton==3.6.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ROOTS := services libs kernels
 GENERATED := libs/common/kvrelay/v1
@@ -30,6 +32,7 @@ $(STAMP): pyproject.toml requirements.lock requirements-ucx.lock requirements-uc
 	$(PIP) install --progress-bar on '$(TORCH)'
 	ucx=$$($(BIN)/python -c 'from torch.version import cuda; print("ucx-cu13" if (cuda or "").startswith("13.") else "ucx")'); \
 	$(PIP) install --progress-bar on --constraint requirements.lock --constraint "requirements-$$ucx.lock" --editable ".[dev,$$ucx]"
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --progress-bar on '$(TRITON)'
 	@touch $@
 
 $(MODEL): | $(STAMP)

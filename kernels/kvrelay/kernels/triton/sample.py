@@ -115,7 +115,20 @@ def _level(low, high, j, FIRST: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _narrowed(limit, round, bounds, known, levels, inside, nearest, row, chunks, MASS: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr):
+def _narrowed(
+    limit,
+    round,
+    bounds,
+    known,
+    levels,
+    inside,
+    nearest,
+    row,
+    chunks,
+    MASS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
     """The bracket (low, high] after the round whose findings these are; what lies up to `low`, and what is wanted.
 
     Less than the wanted lies up to `low`, and enough up to `high`. The row is done when they are neighbours.
@@ -232,7 +245,9 @@ def _uniform(seed, choice, position, TOKEN: tl.constexpr):
     """In [0, 1), of 53 bits: float64."""
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zero = tl.zeros_like(high)
-    first, second, _, _ = tl.philox(seed, choice.to(tl.uint32, bitcast=True), position.to(tl.uint32), high, zero + TOKEN)
+    first, second, _, _ = tl.philox(
+        seed, choice.to(tl.uint32, bitcast=True), position.to(tl.uint32), high, zero + TOKEN
+    )
     bits = ((first >> 5).to(tl.int64) << 26) | (second >> 6).to(tl.int64)
     return bits.to(tl.float64) * (1.0 / 9007199254740992.0)
 

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrelay.common.blocks import SPAN
 from kvrelay.common.errors import Unsupported
 from kvrelay.common.layout import KvDtype
-from kvrelay.engine.cache import SPAN, TORCH_DTYPES, KvCache
-from kvrelay.engine.convert import convert, storage
+from kvrelay.engine.cache import TORCH_DTYPES, KvCache
+from kvrelay.engine.convert import Bits, convert, storage
 from kvrelay.engine.models.config import ModelConfig
 
 
@@ -67,7 +68,7 @@ class DeviceKvCache(KvCache):
         """[layers, 2, 16, Hkv, D]"""
         return self.data.flatten(2, 3)[:, :, slot : slot + SPAN]
 
-    def _deliver(self, rows: torch.Tensor, out: NDArray[np.generic], dtype: KvDtype) -> None:
+    def _deliver(self, rows: torch.Tensor, out: Bits, dtype: KvDtype) -> None:
         """Contiguous rows to the host, as `dtype`. They are there when this returns."""
         host = rows.cpu().view(-1).view(torch.uint8).numpy().view(storage(self.dtype)).reshape(out.shape)
         if dtype is self.dtype:
@@ -75,7 +76,7 @@ class DeviceKvCache(KvCache):
         else:
             convert(host, self.dtype, out, dtype)
 
-    def _fetch(self, rows: NDArray[np.generic], dtype: KvDtype) -> torch.Tensor:
+    def _fetch(self, rows: Bits, dtype: KvDtype) -> torch.Tensor:
         """Rows of the host, of `dtype`, as the cache's, flat, on the device."""
         if dtype is not self.dtype:
             converted = np.empty(rows.shape, storage(self.dtype))

@@ -1,0 +1,208 @@
+"""The GPU's runner, on a GPU or with its kernels interpreted: it says what the CPU's says, whatever the steps are made of."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# isort: off
+from tests.kernels.triton_device import DEVICE
+# isort: on
+
+from kvrelay.common.request import ChoiceDelta, SamplingParams
+from kvrelay.engine.attention.registry import choose
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.core import Engine, Runner
+from kvrelay.engine.gpu.graphs import sizes_up_to
+from kvrelay.engine.gpu.runner import GpuRunner
+from kvrelay.engine.gpu.sampler import TritonSampler
+from kvrelay.engine.loader import LoadedModel, load_model
+from kvrelay.engine.messages import PromptComputed, RequestFailed
+from kvrelay.engine.runner import ModelRunner
+from kvrelay.engine.sampler import Sampler
+from kvrelay.kernels.ops import ReferenceOps
+from tests.engine.tiny import make, tokens_of
+
+pytestmark = pytest.mark.kernels
+
+FAMILIES = ["llama", "qwen3"]
+SHAPE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+BLOCKS = 24
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    make(path, request.param, **SHAPE)
+    return path
+
+
+def config_of(folder: Path, device: str, **options: Any) -> EngineConfig:
+    token_bytes = 2 * 2 * 2 * 64 * 4
+    defaults: dict[str, Any] = {
+        "model": folder,
+        "device": device,
+        "kernels": "torch" if device == "cpu" else "auto",
+        "attention": "auto" if device == "cuda" else "torch-cpu",
+        "max_model_len": 96,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 40,
+        "kv_cache_bytes": BLOCKS * 16 * token_bytes,
+        "watermark": 0.0,
+    }
+    return EngineConfig(**(defaults | options))
+
+
+def on_gpu(folder: Path, **options: Any) -> tuple[GpuRunner, LoadedModel, EngineConfig]:
+    """With the interpreter, what a GPU does happens on the CPU."""
+    from kvrelay.engine.attention.triton import TritonAttention
+    from kvrelay.kernels.triton.ops import TritonOps
+
+    config = config_of(folder, DEVICE, **options)
+    loaded = load_model(config, lambda what, done, total: None)
+    if DEVICE == "cpu":
+        assert isinstance(loaded.model._ops, ReferenceOps)
+        for part in (loaded.model, *loaded.model._layers):
+            part._ops = TritonOps()
+    attention = TritonAttention(config, loaded.model_config, loaded.model.dtype)
+    sampler = TritonSampler(config.max_num_seqs, loaded.vocab_size, torch.device(DEVICE))
+    host_sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
+    assert config.kv_cache_bytes is not None
+    runner = GpuRunner(loaded, config, attention, sampler, host_sampler, config.kv_cache_bytes)
+    runner.rehearse()
+    runner.capture()
+    return runner, loaded, config
+
+
+def on_cpu(folder: Path, **options: Any) -> tuple[ModelRunner, LoadedModel, EngineConfig]:
+    config = config_of(folder, "cpu", **options)
+    loaded = load_model(config, lambda what, done, total: None)
+    backend, _ = choose(config, loaded.model_config, loaded.model.dtype, torch.float32)
+    sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
+    return ModelRunner(loaded, config, backend, sampler), loaded, config
+
+
+class Bench:
+    """An engine, and all that its requests were told."""
+
+    def __init__(self, made: tuple[Runner, LoadedModel, EngineConfig]) -> None:
+        runner, loaded, config = made
+        self.loaded = loaded
+        self.engine = Engine(
+            config,
+            runner,
+            num_blocks=BLOCKS,
+            max_model_len=loaded.max_model_len,
+            eos_token_ids=loaded.eos_token_ids,
+            fingerprint=loaded.fingerprint,
+        )
+        self.deltas: dict[tuple[str, int], list[ChoiceDelta]] = {}
+        self.prompt_logprobs: dict[str, Any] = {}
+
+    def run(self, requests: list[Any], *, late: int = 0) -> None:
+        """The last `late` of them come after some steps."""
+        early = len(requests) - late
+        for request in requests[:early]:
+            self.engine.add(request)
+        for _ in range(4):
+            self.step()
+        for request in requests[early:]:
+            self.engine.add(request)
+        while self.engine.has_work:
+            self.step()
+        assert self.engine.inspect().free_blocks == BLOCKS
+
+    def step(self) -> None:
+        update = self.engine.step()
+        assert self.engine.inspect().violations == ()
+        for delta in update.deltas:
+            self.deltas.setdefault((delta.request_id, delta.choice), []).append(delta)
+        for notice in update.notices:
+            assert not isinstance(notice.kind, RequestFailed)
+            if isinstance(notice.kind, PromptComputed):
+                self.prompt_logprobs[notice.request_id] = notice.kind.prompt_logprobs
+
+    def tokens(self) -> dict[tuple[str, int], list[int]]:
+        return {key: [token for delta in deltas for token in delta.token_ids] for key, deltas in self.deltas.items()}
+
+
+def requests_of(*sampling: dict[str, Any], lengths: tuple[int, ...] = (1, 17, 33, 50, 16)) -> list[Any]:
+    from kvrelay.common.ids import RequestId
+    from kvrelay.common.request import EngineRequest
+
+    return [
+        EngineRequest(
+            request_id=RequestId(f"r{i}"),
+            prompt_token_ids=tuple(tokens_of(lengths[i % len(lengths)], seed=i)),
+            sampling=SamplingParams(**({"max_tokens": 7, "ignore_eos": True} | params)),
+        )
+        for i, params in enumerate(sampling)
+    ]
+
+
+MIXES: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0.0}] * 5,
+    "seeded": [
+        {"seed": 3},
+        {"seed": 2**63 - 1, "top_k": 5},
+        {"seed": -7, "top_p": 0.8},
+        {"temperature": 0.0},
+        {"seed": 11, "min_p": 0.1, "temperature": 0.7},
+    ],
+    "choices": [{"n": 3, "seed": 5}, {"temperature": 0.0}, {"n": 2, "seed": 9}],
+    "on the host": [
+        {"temperature": 0.0, "logprobs": 2},
+        {"seed": 1, "presence_penalty": 1.5},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+        {"seed": 4, "logit_bias": {5: 50.0}},
+        {"seed": 4},
+    ],
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_says_what_the_cpu_says(folder: Path, mix: str) -> None:
+    requests = requests_of(*MIXES[mix])
+    gpu, cpu = Bench(on_gpu(folder)), Bench(on_cpu(folder))
+    gpu.run(requests, late=2)
+    cpu.run(requests)
+    assert gpu.tokens() == cpu.tokens()
+    for key, deltas in gpu.deltas.items():
+        for delta, other in zip(deltas, cpu.deltas[key], strict=True):
+            for found, expected in zip(delta.logprobs, other.logprobs, strict=True):
+                assert found.chosen.logprob == pytest.approx(expected.chosen.logprob, abs=1e-4)
+    for request_id, logprobs in gpu.prompt_logprobs.items():
+        for found, expected in zip(logprobs, cpu.prompt_logprobs[request_id], strict=True):
+            assert found.chosen.logprob == pytest.approx(expected.chosen.logprob, abs=1e-4)
+
+
+def test_a_small_pool_changes_nothing(folder: Path) -> None:
+    """Sequences are preempted, and found again in the prefix cache."""
+    requests = requests_of(*[{"temperature": 0.0, "max_tokens": 40}] * 5, lengths=(40, 30, 45, 33, 50))
+    gpu, cpu = Bench(on_gpu(folder)), Bench(on_cpu(folder))
+    gpu.run(requests)
+    cpu.run(requests)
+    assert gpu.engine.scheduler.num_preemptions > 0
+    assert gpu.tokens() == cpu.tokens()
+
+
+def test_sizes_of_graphs() -> None:
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(5) == [1, 2, 4, 5]
+    assert sizes_up_to(80)[-3:] == [56, 64, 80]
+    for most in (3, 64, 256, 700, 2000):
+        sizes = sizes_up_to(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
