@@ -23,7 +23,13 @@ pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore:overflow e
 WIDE = 2e-6
 """How far float32 results may be apart, relative to what they are sums of: some steps of 2^-24, by the order of sums, and
 approximations of a quotient, a root or an exponential that are good to 2^-22."""
-SHAPES = [(1, 1), (3, 48), (2, 576), (5, 1000)] + [(1, 4096), (777, 1024), (64, 5120), (4096, 4096), (300, 8192)] * ON_GPU
+SHAPES = [(1, 1), (3, 48), (2, 576), (5, 1000)] + [
+    (1, 4096),
+    (777, 1024),
+    (64, 5120),
+    (4096, 4096),
+    (300, 8192),
+] * ON_GPU
 
 
 @pytest.fixture(autouse=True)
@@ -138,9 +144,7 @@ class Stored:
         keys, values = self.cache(kv), self.cache(kv)
         out = poison(self.qkv[:, : self.num_q].contiguous())
         at = self.positions if positions is None else positions
-        rotary.rotate_and_store(
-            self.qkv, self.cos, self.sin, at, self.slots, keys, values, self.norm, out
-        )
+        rotary.rotate_and_store(self.qkv, self.cos, self.sin, at, self.slots, keys, values, self.norm, out)
         return out, keys, values
 
     def twin(self, kv: torch.dtype, wide: bool = False) -> tuple[torch.Tensor, ...]:
@@ -179,11 +183,7 @@ def test_rotate_and_store(tokens: int, num_q: int, num_kv: int, dim: int, normed
 
 @pytest.mark.parametrize(
     ("dtype", "kv"),
-    [
-        pair
-        for pair in itertools.product(DTYPES, KV_DTYPES)
-        if pair[0] is not pair[1]
-    ],
+    [pair for pair in itertools.product(DTYPES, KV_DTYPES) if pair[0] is not pair[1]],
 )
 def test_a_cache_of_another_dtype(dtype: torch.dtype, kv: torch.dtype) -> None:
     """Holds what one of the model's own dtype would hold, rounded once more; what is too large for 8 bits becomes the largest."""
@@ -218,7 +218,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ops.name, reason) == ("triton", "triton: for cuda:1")
     assert choose_ops("cuda", torch.bfloat16, "triton")[0].name == "triton"
     assert choose_ops("cuda", torch.bfloat16, "torch")[0].name == "torch"
-    assert choose_ops("mps", torch.float32) [1] == "torch: there are none for mps"
+    assert choose_ops("mps", torch.float32)[1] == "torch: there are none for mps"
     for device, option in (("cpu", "triton"), ("cuda", "compiled")):
         with pytest.raises(ValueError, match=f"{option} kernels: there are none for {device}"):
             choose_ops(device, torch.float32, option)

@@ -44,7 +44,5 @@ def add_norm(
         block = triton.next_power_of_2(width)
         warps = min(max(block // 256, 1), 16)
         added = hidden if delta is None else delta
-        _add_norm[(rows,)](
-            hidden, added, weight, eps, out, width, ADD=delta is not None, BLOCK=block, num_warps=warps
-        )
+        _add_norm[(rows,)](hidden, added, weight, eps, out, width, ADD=delta is not None, BLOCK=block, num_warps=warps)
     return out

@@ -14,7 +14,19 @@ _FEW_TOKENS = 64
 
 
 @triton.jit
-def _turn(first, second, cos_first, cos_second, sin_first, sin_second, weight, eps, inside, NORM: tl.constexpr, DIM: tl.constexpr):
+def _turn(
+    first,
+    second,
+    cos_first,
+    cos_second,
+    sin_first,
+    sin_second,
+    weight,
+    eps,
+    inside,
+    NORM: tl.constexpr,
+    DIM: tl.constexpr,
+):
     """Halves of heads [heads, half] in float32, normed and turned. `weight` points to the elements of the first halves."""
     if NORM:
         length = tl.sum(first * first + second * second, axis=1, keep_dims=True)
@@ -25,7 +37,19 @@ def _turn(first, second, cos_first, cos_second, sin_first, sin_second, weight, e
 
 
 @triton.jit
-def _rotate(heads, stride, count, cos, sin, weight, eps, NORM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr):
+def _rotate(
+    heads,
+    stride,
+    count,
+    cos,
+    sin,
+    weight,
+    eps,
+    NORM: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, HALF)[None, :]
