@@ -266,7 +266,8 @@ def _choose(
     largest = tl.max(tops, 0)
     places = tl.load(highest_at + row * CHUNKS + at, mask=real & (tops == largest), other=vocab)
     token = tl.min(places, 0)
-    tl.store(finite + row, tl.abs(largest) < float("inf"))
+    whole = tl.abs(largest) < float("inf")
+    tl.store(finite + row, whole)
     if DRAW:
         temperature = tl.load(temperatures + row)
         if _draws(temperature, tl.load(top_ks + row), largest):
@@ -280,7 +281,7 @@ def _choose(
             distance, key = _distances(logits, stride, vocab, row, chunk, largest, CHUNK)
             weight = _weights(distance, key, temperature, tl.load(min_ps + row), tl.load(ceiling + row))
             token = chunk * CHUNK + _first_over(weight.to(tl.float64), before, target, CHUNK)
-    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(tokens + row, tl.where(whole, token, -1).to(tl.int64))
 
 
 class TokenSampler:
@@ -325,7 +326,7 @@ class TokenSampler:
         top_p: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [R] for `logits` [R, V] of any float type, a row's contiguous; and whether a row's largest logit is finite,
-        bool [R]: where it is not, the token means nothing.
+        bool [R]: where it is not, the token is -1.
 
         `draws` False says that no row is drawn, `top_k` and `top_p` False that none asks for that: it saves the launches.
         Raises ValueError for more rows than there is room for, or another vocabulary.
