@@ -204,7 +204,7 @@ def test_choice() -> None:
     assert choose_ops("cpu", torch.bfloat16)[0].name == "compiled"
     assert choose_ops("cpu", torch.bfloat16, "torch")[0].name == "torch"
     assert choose_ops("cpu", torch.float16)[0].name == "torch"
-    assert choose_ops("cuda:0", torch.bfloat16)[0].name == "torch"
+    assert choose_ops("cuda:0", torch.bfloat16, "torch")[0].name == "torch"
     with pytest.raises(ValueError, match="float16"):
         choose_ops("cpu", torch.float16, "compiled")
     with pytest.raises(ValueError, match="fast"):

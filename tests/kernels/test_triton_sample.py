@@ -14,13 +14,12 @@ from tests.kernels.triton_device import DEVICE, ON_GPU
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kvrelay.kernels.triton import sample
-from kvrelay.kernels.triton.sample import SampleParams, TokenSampler
+from kvrelay.kernels.triton.sample import TOKEN, SampleParams, TokenSampler
 
 # numpy, which the interpreter computes by, warns of distances between infinities.
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-VOCABS = [1, 700, 4096, 9001] + [49152, 128256, 151936, 151669] * ON_GPU
+VOCABS = [1, 700, 4096, 4500] + [49152, 128256, 151936, 151669] * ON_GPU
 CLOSE = 1e-5
 """A share of a row's weight within which rounding may decide. The two compute a weight exp(-x) each to a relative 2^-23 (1 + x),
 and sum up to 2^12 of them in float32, pairwise or in lanes: some 2^-19 in all for what has any weight (x up to 20)."""
@@ -135,8 +134,8 @@ def distance_from_another(logits: torch.Tensor, row: Row) -> float:
 def test_tokens_equal_the_twins(vocab: int) -> None:
     torch.manual_seed(vocab)
     rng = random.Random(vocab)
-    rows = [random_row(rng) for _ in range(512 if ON_GPU else 24)]
-    logits = torch.stack([random_logits(vocab, kind) for kind, _ in zip(itertools.cycle(KINDS), rows)])
+    rows = [random_row(rng) for _ in range(192 if ON_GPU else 14)]
+    logits = torch.stack([random_logits(vocab, kind) for kind, _ in zip(itertools.cycle(KINDS), rows, strict=False)])
     tokens = run(logits, rows)
     expected = [twin(logits[at], row) for at, row in enumerate(rows)]
     other = [at for at in range(len(rows)) if tokens[at] != expected[at]]
@@ -144,19 +143,19 @@ def test_tokens_equal_the_twins(vocab: int) -> None:
         assert not rows[at].greedy
         assert distance_from_another(logits[at], rows[at]) < CLOSE, (rows[at], KINDS[at % len(KINDS)])
     # A large vocabulary has many borders: of 150,000 even ones every number is closer than that to one.
-    assert len(other) <= len(rows) // 20
+    assert len(other) <= len(rows) // 10
 
 
-@pytest.mark.parametrize("top_k", [2, 5, 64])
+@pytest.mark.parametrize("top_k", [2, 64])
 def test_top_k_is_exact_and_keeps_ties(top_k: int) -> None:
     """Many draws from few tokens, all of the same weight: each comes, nothing else does."""
-    vocab = 5000
+    vocab = 4200
     logits = torch.full((vocab,), -1.0)
     best = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))[: top_k + 3]
     logits[best] = torch.linspace(1.0, 1.0 + 1e-6, len(best)).sort(descending=True).values
     ordered = logits.sort(descending=True).values
     kept = set((logits >= ordered[top_k - 1]).nonzero().flatten().tolist())
-    count = 12 if not ON_GPU else 20 * top_k
+    count = 20 * top_k if ON_GPU else 6
     rows = [Row(top_k=top_k, position=at) for at in range(count)]
     tokens = run(logits.expand(count, -1).contiguous(), rows)
     assert set(tokens) <= kept
@@ -175,12 +174,11 @@ def test_the_first_of_equals_is_taken_where_nothing_is_drawn() -> None:
 
 def test_rows_do_not_depend_on_the_batch_nor_on_what_is_launched() -> None:
     torch.manual_seed(5)
-    logits = torch.stack([random_logits(5000, kind) for kind in KINDS])
-    rng = random.Random(5)
-    rows = [dataclasses.replace(random_row(rng), top_k=0) for _ in KINDS]
+    logits = torch.stack([random_logits(4500, kind) for kind in KINDS[:3]])
+    rows = [Row(min_p=0.01, seed=1), Row(top_p=0.9, seed=2), Row(temperature=0.0)]
     together = run(logits, rows)
     assert run(logits, rows, top_k=False) == together
-    again = TokenSampler(1, 5000, DEVICE)
+    again = TokenSampler(1, 4500, DEVICE)
     assert [run(logits[at : at + 1], [row], again)[0] for at, row in enumerate(rows)] == together
 
 
@@ -202,12 +200,12 @@ def test_what_is_not_finite_is_told_and_harms_no_other_row() -> None:
     logits[1, 3] = torch.inf
     logits[2] = -torch.inf
     logits[3, 100:] = -torch.inf
-    rows = [Row(top_k=50, top_p=0.9, seed=at) for at in range(6)]
+    rows = [Row(top_k=50, seed=at) for at in range(6)]
     sampler = TokenSampler(6, 4500, DEVICE)
     tokens, finite = sampler(logits.to(DEVICE), params_of(rows))
     assert finite.tolist() == [False, False, False, True, True, True]
-    assert all(0 <= token < 4500 for token in tokens.tolist())
-    assert tokens[3] < 100
+    assert tokens[:3].tolist() == [-1, -1, -1]
+    assert 0 <= tokens[3] < 100
     assert tokens[4:].tolist() == run(clean[4:], rows[4:])
 
 
@@ -238,11 +236,39 @@ def test_refusals() -> None:
 
 
 def test_purpose() -> None:
-    assert sample.TOKEN == Purpose.TOKEN
+    assert TOKEN == Purpose.TOKEN
 
 
-def test_rounds_leave_one_key() -> None:
-    width = 2**31
-    for turn in range(sample.ROUNDS):
-        width = -(-width // ((sample.LEVELS // 2 if turn == 0 else sample.LEVELS) + 1))
-    assert width == 1
+@pytest.mark.parametrize(("chunk", "levels"), [(512, 4), (2048, 8)])
+def test_other_sizes(chunk: int, levels: int) -> None:
+    """Give the same tokens, whatever is done in how many rounds."""
+    torch.manual_seed(9)
+    logits = torch.stack([random_logits(1500, kind) for kind in ("plain", "ties", "dense")])
+    rows = [Row(top_k=40, top_p=0.9, seed=1), Row(top_p=0.8, seed=2), Row(top_k=300, seed=3)]
+    assert run(logits, rows, TokenSampler(3, 1500, DEVICE, chunk, levels)) == [
+        twin(logits[at], row) for at, row in enumerate(rows)
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="only a GPU captures")
+def test_captured() -> None:
+    """A graph gives what the same calls give, for parameters and logits that came after it was captured."""
+    torch.manual_seed(10)
+    rng = random.Random(10)
+    sampler = TokenSampler(64, 32000, DEVICE)
+    logits, tokens = torch.zeros(64, 32000, device=DEVICE), torch.zeros(64, dtype=torch.int64, device=DEVICE)
+    finite = torch.zeros(64, dtype=torch.bool, device=DEVICE)
+    params = params_of([Row()] * 64)
+    sampler(logits, params, tokens, finite)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sampler(logits, params, tokens, finite)
+    for _ in range(3):
+        rows = [random_row(rng) for _ in range(64)]
+        new = torch.stack([random_logits(32000, kind) for kind, _ in zip(itertools.cycle(KINDS), rows, strict=False)])
+        logits.copy_(new)
+        for field in dataclasses.fields(SampleParams):
+            getattr(params, field.name).copy_(getattr(params_of(rows), field.name))
+        graph.replay()
+        assert tokens.tolist() == run(new, rows)

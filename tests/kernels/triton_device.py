@@ -1,14 +1,8 @@
-"""Where Triton's kernels are tested: on a GPU, or in Triton's interpreter. That must be chosen before a kernel is imported, so
-this module is imported first."""
-
-import os
+"""Where Triton's kernels are tested: on a GPU, or in the interpreter (see `conftest`)."""
 
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
-
 ON_GPU = DEVICE == "cuda"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 KV_DTYPES = DTYPES + [torch.float8_e4m3fn] * ON_GPU

@@ -1,16 +1,16 @@
 """Tokens from logits on the device: nothing is sorted, nothing waits for the host, no result depends on the batch.
 
 The twin is the engine's `draw` on the numbers of its `rng`: the same order, thresholds and ties. A row is cut into chunks of
-CHUNK logits, one program each, and what they find is put together by whoever needs it next, in the order of the chunks:
+some thousand logits, one program each, and what they find is put together by whoever needs it next, in the order of the chunks:
 
     _peaks     each chunk's largest logit
-    _narrow    twelve-odd bits of a threshold a time: once more for each of ROUNDS, for top-k by counting tokens, then for top-p
-               by summing weights
+    _narrow    in rounds, the threshold of top-k by counting tokens, then that of top-p by summing weights
     _weigh     each chunk's weight of what is kept
     _choose    the most likely token, or the one at which the running sum passes uniform × total
 
 A threshold is a distance from the largest logit, exact to the bit: floats that are not negative are ordered as their bits
-are, and `_narrow` halves a bracket of such bits by LEVELS candidates at a time.
+are, and a round leaves of a bracket of such bits what lies between two of some candidates. A row whose bracket has one
+value left, and a chunk that has none in it, cost the rest of the rounds next to nothing.
 """
 
 import dataclasses
@@ -19,10 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 4096
-LEVELS = 16
-ROUNDS = 8
-"""That leave one key of 2^31: the first has LEVELS / 2 that are evenly spaced, the others LEVELS."""
 TOKEN = 0
 """Purpose of a draw, as the engine's `rng` numbers them."""
 
@@ -97,18 +93,17 @@ def _weights(distance, key, temperature, min_p, ceiling):
 
 
 @triton.jit
-def _level(low, high, j, FIRST: tl.constexpr, LEVELS: tl.constexpr):
-    """Candidate `j` in the bracket (low, high]. In the first round half of them are evenly spaced as numbers rather than as bits,
+def _candidates(low, high, FIRST: tl.constexpr, LEVELS: tl.constexpr):
+    """[LEVELS] keys in the bracket (low, high]. In the first round half of them are evenly spaced as numbers rather than as bits,
     since keys of any size are in it, and the last one is `high`."""
+    j = tl.arange(0, LEVELS)
     width = (high - low).to(tl.int64)
     if FIRST:
-        if j < LEVELS // 2:
-            level = (low + width * (j + 1) // (LEVELS // 2 + 1)).to(tl.int32)
-        elif j < LEVELS - 1:
-            share = (j - LEVELS // 2 + 1) / (LEVELS // 2)
-            level = (high.to(tl.float32, bitcast=True) * share).to(tl.int32, bitcast=True)
-        else:
-            level = high
+        HALF: tl.constexpr = LEVELS // 2
+        share = (j - HALF + 1).to(tl.float32) / HALF
+        number = (high.to(tl.float32, bitcast=True) * share).to(tl.int32, bitcast=True)
+        key = (low + width * (j + 1) // (HALF + 1)).to(tl.int32)
+        level = tl.where(j < HALF, key, tl.where(j < LEVELS - 1, number, high))
     else:
         level = (low + width * (j + 1) // (LEVELS + 1)).to(tl.int32)
     return level
@@ -153,13 +148,13 @@ def _narrowed(
         high = tl.minimum(far, tl.min(tl.where(enough, level, high), 0))
         # Sums of different rounds are rounded apart: the bracket keeps its last key.
         low = tl.minimum(low, high - 1)
-        if (round == 1) & (tl.max(sums, 0) < wanted):
-            # Fewer tokens than top-k allows.
-            low, high = _INFINITY - 1, _INFINITY + 0
+        few = (round == 1) & (tl.max(sums, 0) < wanted)  # fewer tokens than top-k allows
+        low = tl.where(few, _INFINITY - 1, low)
+        high = tl.where(few, _INFINITY, high)
     return low, high, below, wanted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["round"])
 def _narrow(
     logits, stride, vocab, temperatures, top_ks, limits, min_ps, highest, lowest, ceiling,
     round, rows, bounds, known, levels, inside, nearest,
@@ -174,10 +169,7 @@ def _narrow(
     chunk, row = tl.program_id(0), tl.program_id(1)
     temperature, top_k, limit = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(limits + row)
     largest = _largest(highest, row, CHUNKS, CHUNKS_LOADED)
-    if MASS:
-        limited = limit < 1.0
-    else:
-        limited = (limit > 0) & (limit < vocab)
+    limited = limit < 1.0 if MASS else (limit > 0) & (limit < vocab)
     if not (_draws(temperature, top_k, largest) & limited):
         return
     new = (round % 2) * rows + row
@@ -199,8 +191,7 @@ def _narrow(
         tl.store(bounds + new * 2 + 1, high)
         tl.store(known + new * 2, below)
         tl.store(known + new * 2 + 1, wanted)
-        for j in tl.static_range(LEVELS):
-            tl.store(levels + new * LEVELS + j, _level(low, high, j, FIRST, LEVELS))
+        tl.store(levels + new * LEVELS + tl.arange(0, LEVELS), _candidates(low, high, FIRST, LEVELS))
     if high - low <= 1:
         return
     found = new * CHUNKS + chunk
@@ -219,9 +210,9 @@ def _narrow(
     measure = tl.where((key > low) & (key <= high), measure, 0.0)
     tl.store(nearest + found * 2, tl.min(tl.where(measure > 0, key, _NEVER), 0))
     tl.store(nearest + found * 2 + 1, tl.max(tl.where(measure > 0, key, -1), 0))
-    for j in tl.static_range(LEVELS):
-        level = _level(low, high, j, FIRST, LEVELS)
-        tl.store(inside + found * LEVELS + j, tl.sum(tl.where(key <= level, measure, 0.0), 0))
+    level = _candidates(low, high, FIRST, LEVELS)
+    sums = tl.sum(tl.where(key[None, :] <= level[:, None], measure[None, :], 0.0), 1)
+    tl.store(inside + found * LEVELS + tl.arange(0, LEVELS), sums)
 
 
 @triton.jit
@@ -275,7 +266,8 @@ def _choose(
     largest = tl.max(tops, 0)
     places = tl.load(highest_at + row * CHUNKS + at, mask=real & (tops == largest), other=vocab)
     token = tl.min(places, 0)
-    tl.store(finite + row, tl.abs(largest) < float("inf"))
+    whole = tl.abs(largest) < float("inf")
+    tl.store(finite + row, whole)
     if DRAW:
         temperature = tl.load(temperatures + row)
         if _draws(temperature, tl.load(top_ks + row), largest):
@@ -289,16 +281,22 @@ def _choose(
             distance, key = _distances(logits, stride, vocab, row, chunk, largest, CHUNK)
             weight = _weights(distance, key, temperature, tl.load(min_ps + row), tl.load(ceiling + row))
             token = chunk * CHUNK + _first_over(weight.to(tl.float64), before, target, CHUNK)
-    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(tokens + row, tl.where(whole, token, -1).to(tl.int64))
 
 
 class TokenSampler:
     """Holds what kernels of one call leave for each other, so that calls may be captured; not for concurrent use."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device | str, chunk: int = 4096, levels: int = 16
+    ) -> None:
+        """`chunk` and `levels`, candidates of a round, are powers of two; sums are rounded by what the first one is."""
         self._max_rows = max_rows
         self._vocab_size = vocab_size
-        self._chunks = chunks = triton.cdiv(vocab_size, CHUNK)
+        self._chunks = chunks = triton.cdiv(vocab_size, chunk)
+        self._sizes = {"CHUNK": chunk, "CHUNKS": chunks, "CHUNKS_LOADED": triton.next_power_of_2(chunks)}
+        self._levels = levels
+        self._rounds = rounds_for(levels)
 
         def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -311,8 +309,8 @@ class TokenSampler:
         self._search = (
             room(2, max_rows, 2, dtype=torch.int32),
             room(2, max_rows, 2, dtype=torch.float64),
-            room(2, max_rows, LEVELS, dtype=torch.int32),
-            room(2, max_rows, chunks, LEVELS, dtype=torch.float32),
+            room(2, max_rows, levels, dtype=torch.int32),
+            room(2, max_rows, chunks, levels, dtype=torch.float32),
             room(2, max_rows, chunks, 2, dtype=torch.int32),
         )
 
@@ -328,7 +326,7 @@ class TokenSampler:
         top_p: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [R] for `logits` [R, V] of any float type, a row's contiguous; and whether a row's largest logit is finite,
-        bool [R]: where it is not, the token means nothing.
+        bool [R]: where it is not, the token is -1.
 
         `draws` False says that no row is drawn, `top_k` and `top_p` False that none asks for that: it saves the launches.
         Raises ValueError for more rows than there is room for, or another vocabulary.
@@ -344,19 +342,26 @@ class TokenSampler:
             return tokens, finite
         source = (logits, logits.stride(0), vocab)
         grid = (self._chunks, rows)
-        sizes = {"CHUNK": CHUNK, "CHUNKS": self._chunks, "CHUNKS_LOADED": triton.next_power_of_2(self._chunks)}
-        _peaks[grid](*source, self._highest, self._highest_at, self._lowest, self._ceiling, CHUNK=CHUNK, num_warps=4)
+        _peaks[grid](
+            *source,
+            self._highest,
+            self._highest_at,
+            self._lowest,
+            self._ceiling,
+            CHUNK=self._sizes["CHUNK"],
+            num_warps=4,
+        )
         if draws:
             if top_k:
-                self._narrow(source, params, params.top_k, sizes, mass=False)
+                self._narrow(source, params, params.top_k, mass=False)
             if top_p:
-                self._narrow(source, params, params.top_p, sizes, mass=True)
+                self._narrow(source, params, params.top_p, mass=True)
             shape = (params.temperature, params.top_k, params.min_p)
-            _weigh[grid](*source, *shape, self._highest, self._ceiling, self._mass, **sizes, num_warps=4)
+            _weigh[grid](*source, *shape, self._highest, self._ceiling, self._mass, **self._sizes, num_warps=4)
         _choose[(rows,)](
             *source, params.temperature, params.top_k, params.min_p, params.seed, params.choice, params.position,
             self._highest, self._highest_at, self._ceiling, self._mass, tokens, finite,
-            DRAW=draws, TOKEN=TOKEN, **sizes, num_warps=8 if draws else 1,
+            DRAW=draws, TOKEN=TOKEN, **self._sizes, num_warps=8 if draws else 1,
         )  # fmt: skip
         return tokens, finite
 
@@ -365,13 +370,20 @@ class TokenSampler:
         source: tuple[torch.Tensor, int, int],
         params: SampleParams,
         limits: torch.Tensor,
-        sizes: dict[str, int],
         mass: bool,
     ) -> None:
         rows = len(source[0])
-        for turn in range(ROUNDS + 1):
-            _narrow[(1 if turn == ROUNDS else self._chunks, rows)](
+        for turn in range(self._rounds + 1):
+            _narrow[(1 if turn == self._rounds else self._chunks, rows)](
                 *source, params.temperature, params.top_k, limits, params.min_p, self._highest, self._lowest, self._ceiling,
                 turn, self._max_rows, *self._search,
-                FIRST=turn == 0, LAST=turn == ROUNDS, MASS=mass, LEVELS=LEVELS, **sizes, num_warps=4,
+                FIRST=turn == 0, LAST=turn == self._rounds, MASS=mass, LEVELS=self._levels, **self._sizes, num_warps=4,
             )  # fmt: skip
+
+
+def rounds_for(levels: int) -> int:
+    """Until one key of 2^31 is left: half the first round's candidates are evenly spaced, and all of the others'."""
+    width, rounds = -(-(2**31) // (levels // 2 + 1)), 1
+    while width > 1:
+        width, rounds = -(-width // (levels + 1)), rounds + 1
+    return rounds
