@@ -8,6 +8,7 @@ A graph calls the kernel on one set of inputs after the other, which together ar
 
 import argparse
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -156,9 +157,7 @@ def time_decode(
     result = call(given.queries[0], given.tables[0])[first]
     rows = (given.queries[0][first].float(), keys, values, given.tables[0][first], given.lens[first])
     check("decode", result, paged_decode(*rows))
-    us = measure(
-        [lambda q=q, table=table: call(q, table) for q, table in zip(given.queries, given.tables, strict=True)]
-    )
+    us = measure([functools.partial(call, q, table) for q, table in zip(given.queries, given.tables, strict=True)])
     moved = (2 * batch * context * heads.kv + 2 * batch * heads.query) * heads.dim * dtype.itemsize
     return Timing(
         "decode",
@@ -176,7 +175,7 @@ def time_plan(batch: int, context: int, heads: Heads = LLAMA_8B) -> float:
     """Microseconds of what decode does once a step."""
     kernel = PagedDecode(batch, heads.query, heads.kv, heads.dim, 16, torch.bfloat16, "cuda")
     lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    return measure([lambda: kernel.plan(lens)] * 20, budget_ms=20)
+    return measure([functools.partial(kernel.plan, lens)] * 20, budget_ms=20)
 
 
 def time_prefill(
@@ -205,9 +204,7 @@ def time_prefill(
     one = torch.tensor([0, last.stop - last.start])
     twin = paged_prefill(given.queries[0][last].float(), keys, values, given.tables[0][-1:], one, given.lens[-1:])
     check("prefill", result, twin)
-    us = measure(
-        [lambda q=q, table=table: call(q, table) for q, table in zip(given.queries, given.tables, strict=True)]
-    )
+    us = measure([functools.partial(call, q, table) for q, table in zip(given.queries, given.tables, strict=True)])
     seen = sum(tokens * (2 * context - tokens + 1) // 2 for tokens, context in parts)
     flops = 4 * seen * heads.query * heads.dim
     shape = " ".join(
