@@ -1,7 +1,7 @@
 """Paged attention on a GPU: each shape is checked against its twin, then timed from a CUDA graph.
 
-    PYTHONPATH=kernels python -m benchmarks.gpu.attention            # what the kernels' own tables choose
-    PYTHONPATH=kernels python -m benchmarks.gpu.attention --sweep    # other block sizes, warps and stages too
+    PYTHONPATH=kernels python -m benchmarks.gpu.attention                   # what the kernels' own tables choose
+    PYTHONPATH=kernels python -m benchmarks.gpu.attention --sweep decode    # other block sizes, warps and stages too
 
 A graph calls the kernel on one set of inputs after the other, which together are several times the second-level cache.
 """
@@ -246,7 +246,7 @@ def tuned() -> Iterable[Timing]:
             yield time_prefill(parts, heads)
 
 
-def sweep(heads: Heads = LLAMA_8B) -> Iterable[Timing]:
+def sweep_decode(heads: Heads = LLAMA_8B) -> Iterable[Timing]:
     """All configurations on the shapes that matter most; those that do not fit are left out."""
     for batch, context in [(64, 4096), (256, 1024), (64, 1024), (1, 1024)]:
         for config in DECODE_SWEEP:
@@ -254,12 +254,16 @@ def sweep(heads: Heads = LLAMA_8B) -> Iterable[Timing]:
                 yield time_decode(batch, context, heads, config=config)
             except OutOfResources as error:
                 print(f"decode   {_words(config)}: {error}")
+
+
+def sweep_prefill(heads: Heads = LLAMA_8B) -> Iterable[Timing]:
+    """See `sweep_decode`."""
     for parts in PREFILL_SHAPES[:4]:
-        for prefill in PREFILL_SWEEP:
+        for config in PREFILL_SWEEP:
             try:
-                yield time_prefill(parts, heads, config=prefill)
+                yield time_prefill(parts, heads, config=config)
             except OutOfResources as error:
-                print(f"prefill  {_words(prefill)}: {error}")
+                print(f"prefill  {_words(config)}: {error}")
 
 
 def _words(config: DecodeConfig | PrefillConfig) -> str:
@@ -268,10 +272,11 @@ def _words(config: DecodeConfig | PrefillConfig) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="other block sizes, warps and stages too")
+    parser.add_argument("--sweep", choices=["decode", "prefill"], help="other block sizes, warps and stages too")
     options = parser.parse_args()
     torch.manual_seed(0)
-    for timing in sweep() if options.sweep else tuned():
+    timings = {None: tuned, "decode": sweep_decode, "prefill": sweep_prefill}[options.sweep]()
+    for timing in timings:
         print(timing.line(), flush=True)
     for batch in (1, 64, 256):
         print(f"plan     {batch} sequences: {time_plan(batch, 1024):.2f} us")
