@@ -9,6 +9,7 @@ the runner allows for it, the next step is scheduled and launched before the res
 sequences whose next token depends on nothing but the KV, and takes the tokens that it does not know yet from the device.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, KeysView
 from typing import Protocol
@@ -99,6 +100,8 @@ class Engine:
         """Scheduled and not updated, in order."""
         self._running: deque[tuple[Batch, Running]] = deque()
         """What `step` has launched."""
+        self.host_seconds = 0.0
+        """Of all calls of `step`, without the waits for results."""
         self._steps = 0
         self._step_ms = 0.0
         self._prompt_tokens = self._computed_tokens = self._cached_tokens = self._generated_tokens = 0
@@ -208,6 +211,7 @@ class Engine:
     # The step.
 
     def step(self) -> StepUpdate:
+        started = time.perf_counter()
         batch = self.schedule()
         try:
             if batch is not None:
@@ -215,11 +219,15 @@ class Engine:
             if not self._running or (batch is not None and len(self._running) < self.runner.depth):
                 return self.drain()
             first, running = self._running.popleft()
+            waits = time.perf_counter()
             result = running.result()
+            started += time.perf_counter() - waits
         except BaseException:  # Ctrl-C as well: the steps in flight let go of their blocks
             self.abandon()
             raise
-        return self.update(first, result)
+        update = self.update(first, result)
+        self.host_seconds += time.perf_counter() - started
+        return update
 
     @property
     def has_work(self) -> bool:

@@ -1,0 +1,53 @@
+"""What the GPU does in decode steps, out of a profiler's trace."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from kvrelay.common.ids import RequestId
+from kvrelay.common.request import EngineRequest, SamplingParams
+from kvrelay.engine.llm import LLM
+
+WARM_STEPS, STEPS = 8, 32
+
+
+def profile_steps(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
+    """`idle` is the share of the time from the first to the last kernel of 32 steps in which no kernel runs."""
+    params = SamplingParams(temperature=0.0, max_tokens=WARM_STEPS + 4 * STEPS, ignore_eos=True)
+    ids = [RequestId(f"profiled-{i}") for i in range(len(prompts))]
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        llm.engine.add(EngineRequest(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params))
+    decoding = 0
+    while decoding < WARM_STEPS:
+        decoding += len(llm.engine.step().deltas) == len(prompts)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(STEPS):
+            llm.engine.step()
+        torch.cuda.synchronize()
+    llm.engine.abort(ids)
+    while llm.engine.has_work:
+        llm.engine.step()
+    return _summary(trace)
+
+
+def _summary(trace: profile) -> dict[str, Any]:
+    spans = []
+    by_kernel: Counter[str] = Counter()
+    for event in trace.events() or ():
+        if event.device_type is torch.autograd.DeviceType.CUDA:
+            spans.append((event.time_range.start, event.time_range.end))
+            by_kernel[event.name] += event.time_range.end - event.time_range.start
+    spans.sort()
+    busy, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    whole = end - spans[0][0]
+    return {
+        "idle": 1 - busy / whole,
+        "ms_a_step": whole / STEPS / 1e3,
+        "kernels_a_step": len(spans) / STEPS,
+        "us_a_step": {name[:80]: round(us / STEPS, 1) for name, us in by_kernel.most_common(14)},
+    }

@@ -1,0 +1,183 @@
+"""The engine on a GPU, end to end through `LLM`: times beside what the memory or the tensor cores allow at best.
+
+    python -m benchmarks.gpu.run                          # all cases, results under benchmarks/results/
+    python -m benchmarks.gpu.run --only 'decode*' --out results
+
+Decode: (time of 257 tokens - time of 1) / 256, random token ids, no prefix cache. Prefill: time to the first token.
+"""
+
+import argparse
+import fnmatch
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks.gpu.profile import profile_steps
+from benchmarks.gpu.shapes import SHAPES, flops, kv_bytes, weight_bytes, write_model
+from kvrelay.common.request import SamplingParams
+from kvrelay.engine.llm import LLM
+
+READ_BYTES_PER_S = 4.38e12
+"""What a kernel that only reads reaches on an H200."""
+MATMUL_FLOPS = 799e12
+"""What a product of 8,192 by 8,192 matrices in bfloat16 reaches."""
+
+Figures = dict[str, Any]
+
+
+class Model:
+    """A model of one shape, loaded once for the cases that use it."""
+
+    def __init__(self, shape: str, folder: Path, **options: Any) -> None:
+        self.shape = shape
+        self._vocab = SHAPES[shape]["vocab_size"]
+        self._random = random.Random(0)
+        started = time.perf_counter()
+        self.llm = LLM(
+            write_model(folder / shape, shape),
+            device="cuda",
+            load_format="dummy",
+            prefix_caching=False,
+            max_model_len=8448,
+            max_num_batched_tokens=8192,
+            max_step_ms=10_000.0,
+            **options,
+        )
+        print(f"{shape}: loaded in {time.perf_counter() - started:.1f} s", flush=True)
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        return [[self._random.randrange(self._vocab) for _ in range(length)] for _ in range(count)]
+
+    def seconds(self, count: int, length: int, num_output: int, **sampling: Any) -> float:
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": num_output, "ignore_eos": True} | sampling))
+        prompts = self.prompts(count, length)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        outputs = self.llm.generate(prompts, params)
+        seconds = time.perf_counter() - started
+        assert all(len(output.outputs[0].token_ids) == num_output for output in outputs)
+        return seconds
+
+
+def decode(model: Model, batch: int, context: int, *, steps: int = 256, repeats: int = 2) -> Figures:
+    """Milliseconds a step, and those of the host in it."""
+    model.seconds(batch, context, 2)
+    times, host = [], []
+    for _ in range(repeats):
+        one = model.seconds(batch, context, 1)
+        before = model.llm.engine.host_seconds
+        many = model.seconds(batch, context, steps + 1)
+        host.append((model.llm.engine.host_seconds - before) / steps * 1e3)
+        times.append((many - one) / steps * 1e3)
+    read = weight_bytes(model.shape) + kv_bytes(model.shape) * batch * (context + steps / 2)
+    floor = read / READ_BYTES_PER_S * 1e3
+    ms = statistics.median(times)
+    return {
+        "ms_a_step": ms, "floor_ms": floor, "of_floor": floor / ms, "host_ms_a_step": statistics.median(host),
+        "tokens_per_s": batch / ms * 1e3, "runs_ms": times,
+    }  # fmt: skip
+
+
+def prefill(model: Model, count: int, length: int, *, repeats: int = 3) -> Figures:
+    """Milliseconds to the first token of all prompts."""
+    model.seconds(count, length, 1)
+    times = [model.seconds(count, length, 1) * 1e3 for _ in range(repeats)]
+    floor = count * flops(model.shape, length) / MATMUL_FLOPS * 1e3
+    ms = statistics.median(times)
+    return {"ms": ms, "floor_ms": floor, "of_floor": floor / ms, "runs_ms": times}
+
+
+def idle(model: Model, batch: int, context: int) -> Figures:
+    """How much of the time the GPU computes nothing, and which kernels take its time."""
+    return profile_steps(model.llm, model.prompts(batch, context))
+
+
+def throughput(model: Model, batch: int, num_prompt: int, num_output: int) -> Figures:
+    model.seconds(batch, num_prompt, 8)
+    before = model.llm.engine.host_seconds
+    seconds = model.seconds(batch, num_prompt, num_output)
+    host = model.llm.engine.host_seconds - before
+    return {"tokens_per_s": batch * num_output / seconds, "seconds": seconds, "host_share": host / seconds}
+
+
+Case = tuple[str, Callable[[Model], Figures]]
+
+CASES: dict[str, list[Case]] = {
+    "llama-3.1-8b": [
+        ("decode-1-1k", lambda m: decode(m, 1, 1024)),
+        ("decode-64-1k", lambda m: decode(m, 64, 1024)),
+        ("decode-64-4k", lambda m: decode(m, 64, 4096)),
+        ("decode-256-1k", lambda m: decode(m, 256, 1024)),
+        ("prefill-1-8k", lambda m: prefill(m, 1, 8192)),
+        ("prefill-4-2k", lambda m: prefill(m, 4, 2048)),
+        ("prefill-1-512", lambda m: prefill(m, 1, 512)),
+        ("idle-64-1k", lambda m: idle(m, 64, 1024)),
+        ("idle-1-1k", lambda m: idle(m, 1, 1024)),
+    ],
+    "qwen3-0.6b": [
+        ("decode-1-128", lambda m: decode(m, 1, 128)),
+        ("decode-256-128", lambda m: decode(m, 256, 128)),
+        ("throughput-256-128-1024", lambda m: throughput(m, 256, 128, 1024)),
+        ("idle-1-128", lambda m: idle(m, 1, 128)),
+    ],
+    "qwen3-32b": [("decode-1-1k", lambda m: decode(m, 1, 1024)), ("decode-64-1k", lambda m: decode(m, 64, 1024))],
+}
+
+
+def run(patterns: list[str], **options: Any) -> Iterator[tuple[str, Figures]]:
+    with tempfile.TemporaryDirectory() as folder:
+        for shape, cases in CASES.items():
+            wanted = [
+                (name, case)
+                for name, case in cases
+                if any(fnmatch.fnmatch(f"{shape}/{name}", pattern) for pattern in patterns)
+            ]
+            if not wanted:
+                continue
+            model = Model(shape, Path(folder), max_num_seqs=256, **options)
+            for name, case in wanted:
+                yield f"{shape}/{name}", case(model)
+            del model
+            torch.cuda.empty_cache()
+
+
+def environment() -> Figures:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "cuda": torch.version.cuda, "python": sys.version.split()[0], "commit": commit,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", help="patterns of shape/case, as llama*/decode-1-*; all by default")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    found = {}
+    for name, figures in run(arguments.only or ["*"]):
+        found[name] = figures
+        print(name, {key: _short(value) for key, value in figures.items()}, flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"gpu-{datetime.now(UTC):%Y-%m-%d}.json"
+    path.write_text(json.dumps({"environment": environment(), "cases": found}, indent=1) + "\n")
+    print(path)
+
+
+def _short(value: object) -> object:
+    return round(value, 3) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()
