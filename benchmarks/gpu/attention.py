@@ -1,13 +1,14 @@
 """Paged attention on a GPU: each shape is checked against its twin, then timed from a CUDA graph.
 
-    PYTHONPATH=kernels python -m benchmarks.gpu.attention            # what the kernels' own tables choose
-    PYTHONPATH=kernels python -m benchmarks.gpu.attention --sweep    # other block sizes, warps and stages too
+    PYTHONPATH=kernels python -m benchmarks.gpu.attention                   # what the kernels' own tables choose
+    PYTHONPATH=kernels python -m benchmarks.gpu.attention --sweep decode    # other block sizes, warps and stages too
 
 A graph calls the kernel on one set of inputs after the other, which together are several times the second-level cache.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -156,9 +157,7 @@ def time_decode(
     result = call(given.queries[0], given.tables[0])[first]
     rows = (given.queries[0][first].float(), keys, values, given.tables[0][first], given.lens[first])
     check("decode", result, paged_decode(*rows))
-    us = measure(
-        [lambda q=q, table=table: call(q, table) for q, table in zip(given.queries, given.tables, strict=True)]
-    )
+    us = measure([functools.partial(call, q, table) for q, table in zip(given.queries, given.tables, strict=True)])
     moved = (2 * batch * context * heads.kv + 2 * batch * heads.query) * heads.dim * dtype.itemsize
     return Timing(
         "decode",
@@ -176,7 +175,7 @@ def time_plan(batch: int, context: int, heads: Heads = LLAMA_8B) -> float:
     """Microseconds of what decode does once a step."""
     kernel = PagedDecode(batch, heads.query, heads.kv, heads.dim, 16, torch.bfloat16, "cuda")
     lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    return measure([lambda: kernel.plan(lens)] * 20, budget_ms=20)
+    return measure([functools.partial(kernel.plan, lens)] * 20, budget_ms=20)
 
 
 def time_prefill(
@@ -205,9 +204,7 @@ def time_prefill(
     one = torch.tensor([0, last.stop - last.start])
     twin = paged_prefill(given.queries[0][last].float(), keys, values, given.tables[0][-1:], one, given.lens[-1:])
     check("prefill", result, twin)
-    us = measure(
-        [lambda q=q, table=table: call(q, table) for q, table in zip(given.queries, given.tables, strict=True)]
-    )
+    us = measure([functools.partial(call, q, table) for q, table in zip(given.queries, given.tables, strict=True)])
     seen = sum(tokens * (2 * context - tokens + 1) // 2 for tokens, context in parts)
     flops = 4 * seen * heads.query * heads.dim
     shape = " ".join(
@@ -249,7 +246,7 @@ def tuned() -> Iterable[Timing]:
             yield time_prefill(parts, heads)
 
 
-def sweep(heads: Heads = LLAMA_8B) -> Iterable[Timing]:
+def sweep_decode(heads: Heads = LLAMA_8B) -> Iterable[Timing]:
     """All configurations on the shapes that matter most; those that do not fit are left out."""
     for batch, context in [(64, 4096), (256, 1024), (64, 1024), (1, 1024)]:
         for config in DECODE_SWEEP:
@@ -257,12 +254,16 @@ def sweep(heads: Heads = LLAMA_8B) -> Iterable[Timing]:
                 yield time_decode(batch, context, heads, config=config)
             except OutOfResources as error:
                 print(f"decode   {_words(config)}: {error}")
+
+
+def sweep_prefill(heads: Heads = LLAMA_8B) -> Iterable[Timing]:
+    """See `sweep_decode`."""
     for parts in PREFILL_SHAPES[:4]:
-        for prefill in PREFILL_SWEEP:
+        for config in PREFILL_SWEEP:
             try:
-                yield time_prefill(parts, heads, config=prefill)
+                yield time_prefill(parts, heads, config=config)
             except OutOfResources as error:
-                print(f"prefill  {_words(prefill)}: {error}")
+                print(f"prefill  {_words(config)}: {error}")
 
 
 def _words(config: DecodeConfig | PrefillConfig) -> str:
@@ -271,10 +272,11 @@ def _words(config: DecodeConfig | PrefillConfig) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="other block sizes, warps and stages too")
+    parser.add_argument("--sweep", choices=["decode", "prefill"], help="other block sizes, warps and stages too")
     options = parser.parse_args()
     torch.manual_seed(0)
-    for timing in sweep() if options.sweep else tuned():
+    timings = {None: tuned, "decode": sweep_decode, "prefill": sweep_prefill}[options.sweep]()
+    for timing in timings:
         print(timing.line(), flush=True)
     for batch in (1, 64, 256):
         print(f"plan     {batch} sequences: {time_plan(batch, 1024):.2f} us")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import tests.interpreter  # noqa: F401 - before a kernel is imported
 from kvrelay.common.ids import Fingerprint, RequestId
 from kvrelay.common.request import (
     ChoiceDelta,

@@ -6,10 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-# isort: off
-from tests.kernels.triton_device import DEVICE
-# isort: on
-
 from kvrelay.common.request import ChoiceDelta, SamplingParams
 from kvrelay.engine.attention.registry import choose
 from kvrelay.engine.config import EngineConfig
@@ -23,6 +19,7 @@ from kvrelay.engine.runner import ModelRunner
 from kvrelay.engine.sampler import Sampler
 from kvrelay.kernels.ops import ReferenceOps
 from tests.engine.tiny import make, tokens_of
+from tests.kernels.triton_device import DEVICE
 
 pytestmark = pytest.mark.kernels
 

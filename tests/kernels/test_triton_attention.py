@@ -19,18 +19,15 @@ from kvrelay.kernels.reference import paged_decode, paged_prefill
 from kvrelay.kernels.triton import decode_attention, prefill_attention
 from kvrelay.kernels.triton.decode_attention import DecodeConfig, PagedDecode
 from kvrelay.kernels.triton.prefill_attention import PrefillConfig
+from tests.kernels.triton_device import DEVICE, DTYPES, ON_GPU
 
 pytestmark = pytest.mark.kernels
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-needs_gpu = pytest.mark.skipif(not GPU, reason="the interpreter has neither graphs nor bfloat16, and is slow")
-# The interpreter rounds the operands of a dot in bfloat16 wrongly.
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="there are no graphs in the interpreter")
 TOLERANCE = {torch.float32: 2**-16, torch.float16: 2 * 2**-11 + 2**-11, torch.bfloat16: 2 * 2**-8 + 2**-11}
 # Small, so that short sequences have several tiles and programs; what the GPU is tuned to runs on the GPU.
-DECODE = None if GPU else DecodeConfig(tile=32, warps=4, stages=3, programs=2)
-PREFILL = None if GPU else PrefillConfig(rows=64, tile=32, warps=4, stages=3)
+DECODE = None if ON_GPU else DecodeConfig(tile=32, warps=4, stages=3, programs=2)
+PREFILL = None if ON_GPU else PrefillConfig(rows=64, tile=32, warps=4, stages=3)
 
 
 class Paged:
@@ -109,7 +106,7 @@ def draw_decode(seed: int) -> tuple[list[int], int, int, int, int, dict[str, Any
     )
 
 
-if GPU:
+if ON_GPU:
     DECODES += [draw_decode(seed) for seed in range(24)]
 
 
@@ -197,7 +194,7 @@ def draw_prefill(seed: int) -> tuple[list[tuple[int, int]], int, int, int, int, 
     return drawn, draw.choice([0, 1, 99]), heads, group, draw.choice([64, 128, 256]), draw.choice([16, 32, 64]), options
 
 
-if GPU:
+if ON_GPU:
     PREFILLS += [draw_prefill(seed) for seed in range(16)]
 
 

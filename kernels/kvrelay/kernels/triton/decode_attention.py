@@ -164,7 +164,7 @@ def decode_config(head_dim: int, group: int, dtype: torch.dtype) -> DecodeConfig
     if dtype is torch.float32:
         return DecodeConfig(tile=16, warps=4, stages=3, programs=2)
     if head_dim == 256:
-        return DecodeConfig(tile=32, warps=4, stages=7, programs=2)
+        return DecodeConfig(tile=32, warps=8 if group > 32 else 4, stages=7, programs=2)
     return DecodeConfig(tile=64, warps=4, stages=7, programs=2)
 
 

@@ -15,5 +15,5 @@ class TritonSampler:
         params = SampleParams(
             rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.choice, rows.position
         )
-        tokens, finite = self._sampler(logits, params, draws=draws)
-        return tokens.masked_fill_(~finite, -1)
+        tokens, _ = self._sampler(logits, params, draws=draws)
+        return tokens
