@@ -17,10 +17,15 @@ from kvrelay.kernels.triton.gemv import MAX_TOKENS, GemvConfig, gemv
 
 pytestmark = pytest.mark.kernels
 
-SHAPES = [(1, 24, 64), (2, 40, 200), (3, 8, 520), (4, 18, 1024)] + [
+SMALL = [(1, 24, 64), (2, 40, 200), (3, 8, 520), (4, 18, 1024)]
+LARGE = [
     (1, 6144, 4096), (2, 4096, 4096), (1, 28672, 4096), (3, 4096, 14336), (1, 128256, 4096), (4, 128256, 4096),
     (1, 4096, 1024), (2, 1024, 2048), (3, 6144, 1024), (4, 1024, 3072), (1, 151936, 1024), (4, 1536, 576),
-] * ON_GPU  # fmt: skip
+]  # fmt: skip
+CASES = [(*shape, dtype) for shape in SMALL for dtype in DTYPES] + [
+    (*shape, torch.bfloat16) for shape in LARGE
+] * ON_GPU
+"""Tokens, rows, columns, type."""
 CONFIGS = [GemvConfig(2, 64, 1), GemvConfig(8, 256, 2)] + [
     GemvConfig(block_n, block_k, warps) for block_n in (2, 4, 16) for block_k in (512, 2048) for warps in (4, 8)
 ] * ON_GPU
@@ -51,8 +56,7 @@ def exactly(x: torch.Tensor, weight: torch.Tensor, norm: Norm | None) -> tuple[t
     return F.linear(wide, weight.double()), WIDE * F.linear(wide.abs(), weight.double().abs())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("tokens", "rows", "columns", "dtype"), CASES)
 def test_products(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> None:
     x, weight = randn(tokens, columns, dtype=dtype), weights(rows, columns, dtype)
     got = gemv(x, weight, out=poison(x.new_empty(tokens, rows)))
@@ -63,10 +67,9 @@ def test_products(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> N
     assert torch.equal(as_logits.to(dtype), got)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize(("tokens", "rows", "columns"), SHAPES)
-def test_norm_and_residual(tokens: int, rows: int, columns: int, added: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("tokens", "rows", "columns", "dtype"), CASES)
+def test_norm_and_residual(tokens: int, rows: int, columns: int, dtype: torch.dtype, added: bool) -> None:
     x, weight, norm = randn(tokens, columns, dtype=dtype), weights(rows, columns, dtype), norm_of(columns)
     delta = randn(tokens, columns, dtype=dtype) if added else None
     summed, twins = (poison(x) if added else None for _ in range(2))
@@ -82,8 +85,7 @@ def test_norm_and_residual(tokens: int, rows: int, columns: int, added: bool, dt
     torch.testing.assert_close(got, twin, rtol=2 * ULP[dtype], atol=2 * error.max().item())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("tokens", "rows", "columns", "dtype"), CASES)
 def test_gate_and_bias(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> None:
     x, weight, norm = randn(tokens, columns, dtype=dtype), weights(rows, columns, dtype), norm_of(columns)
     bias = randn(rows, dtype=dtype)
