@@ -8,6 +8,7 @@ import torch
 
 from kvrelay.kernels.ops import Norm, choose_ops
 from kvrelay.kernels.reference import ReferenceOps, narrow, rotate_and_store
+from tests.kernels.rounding import WIDE, assert_rounded, poison
 from tests.kernels.triton_device import DEVICE, DTYPES, KV_DTYPES, ON_GPU, ULP
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -20,9 +21,6 @@ from kvrelay.kernels.triton.ops import TritonOps
 # numpy, which the interpreter computes by, warns of what overflows as it should.
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
 
-WIDE = 2e-6
-"""How far float32 results may be apart, relative to what they are sums of: some steps of 2^-24, by the order of sums, and
-approximations of a quotient, a root or an exponential that are good to 2^-22."""
 SHAPES = [(1, 1), (3, 48), (2, 576), (5, 1000)] + [
     (1, 4096),
     (777, 1024),
@@ -41,21 +39,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def poison(like: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(like, float("nan"))
-
-
 def head_norm(*shape: int) -> Norm:
     return Norm(torch.rand(shape, device=DEVICE) + 0.5, torch.tensor(1e-5, device=DEVICE))
-
-
-def assert_rounded(got: torch.Tensor, exact: torch.Tensor, error: float | torch.Tensor = 0.0) -> None:
-    """Of finite `exact`, float64, each is the number rounded: half a step away at most, and `error` of before the rounding."""
-    assert got.isfinite().all()
-    subnormal = 2.0**-25 if got.dtype is torch.float16 else 0.0
-    bound = exact.abs() * (ULP[got.dtype] / 2 + WIDE) + subnormal + error
-    beyond = (got.double() - exact).abs() - bound
-    assert beyond.max() <= 0, f"{beyond.max()} beyond the bound"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

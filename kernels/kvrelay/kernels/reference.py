@@ -39,6 +39,26 @@ def rms_norm(x: torch.Tensor, norm: "Norm") -> torch.Tensor:
     return (wide * scale).mul_(norm.weight).to(x.dtype)
 
 
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    delta: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm: "Norm | None" = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """x [T, K] by `weight` [N, K] → [T, N], in float32 until it is stored. With `delta` [T, K], x + delta, rounded, is what is
+    multiplied and goes into `residual`; with `norm`, it is normed first; with `gated`, the result is silu of the first half of
+    the products times the second, [T, N / 2]."""
+    if delta is not None and residual is not None:
+        x = torch.add(x, delta, out=residual)
+    wide = x.to(torch.float32) if norm is None else rms_norm(x.to(torch.float32), norm)
+    products = F.linear(wide, weight.to(torch.float32), None if bias is None else bias.to(torch.float32))
+    return (ReferenceOps().silu_gate(products) if gated else products).to(x.dtype)
+
+
 def paged_decode(
     q: torch.Tensor,
     keys: torch.Tensor,
