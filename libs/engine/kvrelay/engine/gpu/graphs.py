@@ -6,11 +6,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.gpu.inputs import DECODE_WORDS, NOWHERE, to_send
+from kvrelay.engine.gpu.inputs import DECODE_WORDS, NOWHERE, Draw, to_send
 
-Decode = Callable[[torch.Tensor, bool], torch.Tensor]
-"""Computes a step of single tokens out of its words [11, S] on the device (see `inputs`), and gives their tokens [S]. The second
-argument says that all of them are the most likely ones."""
+Decode = Callable[[torch.Tensor, Draw], torch.Tensor]
+"""Computes a step of single tokens out of its words [11, S] on the device (see `inputs`), and gives their tokens [S]."""
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -24,7 +23,7 @@ class DecodeGraphs:
         self._sizes = sizes_up_to(max_num_seqs)
         self._decode = decode
         self._words = torch.zeros(DECODE_WORDS * max_num_seqs, dtype=torch.int64, device=device)
-        self._captured: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._captured: dict[tuple[int, Draw], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def size_for(self, count: int) -> int:
         return next(size for size in self._sizes if size >= count)
@@ -39,22 +38,22 @@ class DecodeGraphs:
             words = self._room(size)
             words.zero_()
             words[3] = NOWHERE
-            for greedy in (True, False):
-                self._decode(words, greedy)  # kernels are compiled, workspaces made
+            for draw in Draw:
+                self._decode(words, draw)  # kernels are compiled, workspaces made
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
-                    tokens = self._decode(words, greedy)
-                self._captured[size, greedy] = graph, tokens
+                    tokens = self._decode(words, draw)
+                self._captured[size, draw] = graph, tokens
         torch.cuda.synchronize()
 
-    def run(self, words: NDArray[np.int64], greedy: bool) -> torch.Tensor:
+    def run(self, words: NDArray[np.int64], draw: Draw) -> torch.Tensor:
         """`words` [11, S], S one of the sizes."""
         size = words.shape[1]
         room = self._room(size)
         room.view(-1).copy_(to_send(words.reshape(-1), room.device), non_blocking=True)
-        if (size, greedy) not in self._captured:
-            return self._decode(room, greedy)
-        graph, tokens = self._captured[size, greedy]
+        if (size, draw) not in self._captured:
+            return self._decode(room, draw)
+        graph, tokens = self._captured[size, draw]
         graph.replay()
         return tokens
 

@@ -4,15 +4,35 @@ What a sequence keeps from step to step has a row on the device: its block table
 """
 
 import dataclasses
+import enum
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrelay.common.request import SamplingParams
 from kvrelay.engine.batch import Scheduled
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.tables import BlockTables
+
+
+class Draw(enum.Enum):
+    """What the rows of a step need of the sampler: one is as much as all of them."""
+
+    GREEDY = enum.auto()
+    PLAIN = enum.auto()
+    """No top-k, no top-p."""
+    CUT = enum.auto()
+
+    @classmethod
+    def of(cls, sampled: Iterable[SamplingParams]) -> "Draw":
+        drawn = [params for params in sampled if params.temperature != 0.0 and params.top_k != 1]
+        if not drawn:
+            return cls.GREEDY
+        return cls.CUT if any(params.top_k > 0 or params.top_p < 1.0 for params in drawn) else cls.PLAIN
+
 
 UNKNOWN = -1
 """A token that the step before samples."""

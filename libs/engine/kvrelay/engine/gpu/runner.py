@@ -28,6 +28,7 @@ from kvrelay.engine.gpu.inputs import (
     NOWHERE,
     DeviceInputs,
     DeviceRows,
+    Draw,
     HostRows,
     SamplingRows,
     branches,
@@ -47,8 +48,8 @@ log = logging.getLogger(__name__)
 
 
 class DeviceSampler(Protocol):
-    def __call__(self, logits: torch.Tensor, inputs: DeviceInputs, draws: bool) -> torch.Tensor:
-        """[R, V] → int64 [R], -1 where a row's logits are not finite. `draws`: not all rows take the most likely token."""
+    def __call__(self, logits: torch.Tensor, inputs: DeviceInputs, draw: Draw) -> torch.Tensor:
+        """[R, V] → int64 [R], -1 where a row's logits are not finite."""
         ...
 
 
@@ -154,7 +155,7 @@ class GpuRunner:
                 ),
                 num_decodes=0,
             ),
-            greedy=False,
+            Draw.CUT,
         )
 
     def forget(self, seq: Sequence) -> None:
@@ -177,7 +178,7 @@ class GpuRunner:
             if part.samples
             for branch in range(branches(part.seq))
         ]
-        greedy = all(seq.request.sampling.temperature == 0.0 for seq, _ in sampled)
+        draw = Draw.of(seq.request.sampling for seq, _ in sampled)
 
         def after() -> float:
             for layer in range(self._num_layers):
@@ -191,9 +192,9 @@ class GpuRunner:
             return Done(self._sample_on_host(parts, sampled, inputs, self._forward(inputs), after))
         if len(sampled) == len(parts) == batch.num_tokens:
             size = self._graphs.size_for(len(parts))
-            tokens = self._graphs.run(decode_words(parts, rows, self._host, size), greedy)
+            tokens = self._graphs.run(decode_words(parts, rows, self._host, size), draw)
         else:
-            tokens = self._sample(self._unpack(parts, rows), greedy)
+            tokens = self._sample(self._unpack(parts, rows), draw)
         return Flight(sampled, *self._to_host(tokens[: len(sampled)]), after)
 
     def _unpack(self, parts: list[Scheduled], rows: NDArray[np.int64]) -> DeviceInputs:
@@ -206,23 +207,23 @@ class GpuRunner:
             at, values = send(list(self._host.take_changes()), self.device)
             self._rows.tables.view(-1).index_copy_(0, at, values.to(torch.int32))
 
-    def _decode(self, words: torch.Tensor, greedy: bool) -> torch.Tensor:
+    def _decode(self, words: torch.Tensor, draw: Draw) -> torch.Tensor:
         """A step of single tokens, out of `decode_words` on the device."""
-        return self._sample(unpack_decodes(words, self._rows), greedy)
+        return self._sample(unpack_decodes(words, self._rows), draw)
 
     def _forward(self, inputs: DeviceInputs) -> torch.Tensor:
         return self._model.forward(
             inputs.token_ids, inputs.positions, self.kv, self._attention.prepare(inputs), _no_hook
         )
 
-    def _sample(self, inputs: DeviceInputs, greedy: bool) -> torch.Tensor:
+    def _sample(self, inputs: DeviceInputs, draw: Draw) -> torch.Tensor:
         """Tokens [R], in the sequences' rows too."""
         hidden = self._forward(inputs)
         if inputs.last is not None:
             if not len(inputs.last):
                 return inputs.last
             hidden = hidden[inputs.last]
-        tokens = self._sampler(self._model.logits(hidden), inputs, not greedy)
+        tokens = self._sampler(self._model.logits(hidden), inputs, draw)
         self._rows.tokens.index_copy_(0, inputs.feed_rows, tokens.clamp(min=0))
         return tokens
 

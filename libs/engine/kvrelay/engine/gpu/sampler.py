@@ -2,7 +2,7 @@
 
 import torch
 
-from kvrelay.engine.gpu.inputs import DeviceInputs
+from kvrelay.engine.gpu.inputs import DeviceInputs, Draw
 from kvrelay.kernels.triton.sample import SampleParams, TokenSampler
 
 
@@ -10,10 +10,11 @@ class TritonSampler:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._sampler = TokenSampler(max_rows, vocab_size, device)
 
-    def __call__(self, logits: torch.Tensor, inputs: DeviceInputs, draws: bool) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, inputs: DeviceInputs, draw: Draw) -> torch.Tensor:
         rows = inputs.sampling
         params = SampleParams(
             rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.choice, rows.position
         )
-        tokens, _ = self._sampler(logits, params, draws=draws)
+        cut = draw is Draw.CUT
+        tokens, _ = self._sampler(logits, params, draws=draw is not Draw.GREEDY, top_k=cut, top_p=cut)
         return tokens
