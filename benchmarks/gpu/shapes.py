@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
@@ -68,6 +69,7 @@ def write_model(folder: Path, shape: str, **changes: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(config["vocab_size"])}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
+    words.decoder = ByteLevel()
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
     return folder
