@@ -25,7 +25,8 @@ class Scheduled:
     """The part reaches the end of the tokens: the next one, at `end`, is sampled."""
 
     def __post_init__(self) -> None:
-        self.samples = self.end == self.seq.length
+        seq = self.seq
+        self.samples = self.start + self.num_tokens == len(seq.tokens) + seq.num_unknown
 
     @property
     def end(self) -> int:

@@ -261,22 +261,20 @@ class Engine:
         assert batch is self._flights[0], "steps end in order"
         self._flights.popleft()
         self._count(batch, result)
-        sampled = {part.seq for part in batch.parts if part.samples}
         for part in batch.parts:
             part.land()
             # A sequence that has ended meanwhile may lack the last token of its part.
-            self.manager.commit(part.seq, min(part.end, len(part.seq.tokens)))
-            if part.seq in result.prompt_logprobs:
+            self.manager.commit(part.seq, min(part.start + part.num_tokens, len(part.seq.tokens)))
+            if result.prompt_logprobs and part.seq in result.prompt_logprobs:
                 self._collect(part.seq, part.start, result.prompt_logprobs[part.seq])
         self.manager.end_step()
         self._ledger.end_step()
-        drawn: dict[Sequence, list[Sample]] = {seq: [] for seq in sampled if seq.state is State.RUNNING}
+        drawn: dict[Sequence, list[Sample]] = {}
         for sample in result.samples:
-            if sample.seq in drawn:
-                drawn[sample.seq].append(sample)
+            drawn.setdefault(sample.seq, []).append(sample)
         for part in batch.parts:
-            if part.seq in drawn:
-                self._advance(part.seq, drawn[part.seq])
+            if part.samples and part.seq.state is State.RUNNING:
+                self._advance(part.seq, drawn.get(part.seq, []))
         self._forget()
         return self.drain()
 
@@ -329,9 +327,13 @@ class Engine:
         if seq.whole:
             self._hold_for_push(entry, seq, samples)
             return
-        for chosen, sample in zip(self._branches(entry, seq, samples), samples, strict=True):
-            self._append(entry, chosen, sample)
-        self._ledger.end_aborted(entry)
+        if len(samples) == 1:
+            self._append(entry, seq, samples[0])
+        else:
+            for chosen, sample in zip(self._branches(entry, seq, samples), samples, strict=True):
+                self._append(entry, chosen, sample)
+        if entry.aborted:
+            self._ledger.end_aborted(entry)
 
     def _branches(self, entry: Entry, seq: Sequence, samples: list[Sample]) -> list[Sequence]:
         branches = [seq]
@@ -358,7 +360,7 @@ class Engine:
         return ChoiceDelta(
             request_id=seq.request.request_id,
             choice=sample.choice,
-            index=seq.num_output - 1,
+            index=len(seq.tokens) - seq.num_prompt - 1,
             token_ids=(sample.token,),
             logprobs=() if sample.logprobs is None else (sample.logprobs,),
             finish_reason=reason,

@@ -5,7 +5,6 @@ import time
 
 from kvrelay.common.errors import InvalidRequest
 from kvrelay.common.request import ChoiceDelta, EngineRequest, FinishReason, PositionLogprobs
-from kvrelay.engine.penalties import remembers
 from kvrelay.engine.sequence import Sequence, State
 
 
@@ -96,25 +95,23 @@ class Limits:
 
     def ending(self, seq: Sequence) -> tuple[FinishReason | None, int | None]:
         """Why the choice ends with its last token, and the stop token if it is one."""
-        if not seq.num_output:
+        length = len(seq.tokens)
+        if length == seq.num_prompt:
             return None, None
         sampling, token = seq.request.sampling, seq.tokens[-1]
-        ends = token in self.eos_token_ids and not sampling.ignore_eos
-        if ends or token in sampling.stop_token_ids:
+        if (token in self.eos_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids:
             return FinishReason.STOP, token
-        if (sampling.max_tokens is not None and seq.num_output >= sampling.max_tokens) or len(
-            seq.tokens
-        ) >= self.max_model_len:
+        most = sampling.max_tokens
+        if length >= self.max_model_len or (most is not None and length >= seq.num_prompt + most):
             return FinishReason.LENGTH, None
         return None, None
 
     def may_go_on(self, seq: Sequence) -> bool:
         """Whether the token that is being sampled could be followed by another, which depends on it by its KV alone."""
-        sampling = seq.request.sampling
-        if seq.num_branches > 1 or seq.whole or remembers(sampling):
+        if seq.num_branches > 1 or seq.whole or seq.remembers:
             return False
-        num_output = seq.length - seq.num_prompt
-        return seq.length < self.max_model_len and (sampling.max_tokens is None or num_output < sampling.max_tokens)
+        length, most = len(seq.tokens) + seq.num_unknown, seq.request.sampling.max_tokens
+        return length < self.max_model_len and (most is None or length < seq.num_prompt + most)
 
     def check(self, request: EngineRequest) -> None:
         """Raises InvalidRequest where the prompt leaves no room for an output token, or resumed tokens overrun."""

@@ -106,6 +106,8 @@ class KvManager:
 
     def grow(self, seq: Sequence, end: int) -> bool:
         """Room to write positions `num_computed` … `end` - 1, none of it shared. False, and no change, where blocks lack."""
+        if end <= len(seq.blocks) * self.block_size and not seq.branched:
+            return True
         shared = self._shared(seq, end)
         missing = self._missing(seq, end)
         if missing + len(shared) > self.pool.num_free:
@@ -115,6 +117,7 @@ class KvManager:
             self.sources.append(seq.blocks[index])
             self._copies.append((seq.blocks[index], copy))
             seq.blocks[index] = copy
+            seq.rewritten = True
         seq.blocks.extend(self.pool.allocate(missing))
         return True
 
@@ -123,6 +126,8 @@ class KvManager:
 
     def _shared(self, seq: Sequence, end: int) -> list[int]:
         """Indices of blocks that would be written and that other sequences hold. Copies only read, before all writes."""
+        if not seq.branched:
+            return []
         first, last = seq.num_computed // self.block_size, min(len(seq.blocks), self.blocks_for(end))
         return [i for i in range(first, last) if self._holders(seq.blocks[i]) > 1]
 
@@ -183,6 +188,7 @@ class KvManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child, without blocks so far, shares all of the parent's blocks and what is computed in them."""
         assert not child.blocks, "a branch starts without blocks"
+        parent.branched = child.branched = True
         self.pool.share(parent.blocks)
         child.blocks.extend(parent.blocks)
         child.block_ids = parent.block_ids[: parent.num_prompt // SPAN]
@@ -198,6 +204,7 @@ class KvManager:
         if computed > keep:
             self.pool.release(seq.blocks[keep:computed])
             del seq.blocks[keep:computed]
+            seq.rewritten = True
             seq.num_computed = keep * self.block_size
 
     def free(self, seq: Sequence) -> None:
@@ -205,3 +212,4 @@ class KvManager:
         self.pool.release(seq.blocks)
         seq.blocks.clear()
         seq.num_computed = 0
+        seq.rewritten = True

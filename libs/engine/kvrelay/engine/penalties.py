@@ -11,23 +11,17 @@ import math
 import numpy as np
 import torch
 
-from kvrelay.common.request import SamplingParams
 from kvrelay.engine.sequence import Sequence
 
 
 def adjusts(seq: Sequence) -> bool:
     """Whether any of this concerns the sequence's next token."""
     params = seq.request.sampling
-    return bool(params.logit_bias) or _must_go_on(seq) or remembers(params)
+    return bool(params.logit_bias) or _must_go_on(seq) or seq.remembers
 
 
 def _must_go_on(seq: Sequence) -> bool:
     return seq.sampled_at - seq.num_prompt < seq.request.sampling.min_tokens
-
-
-def remembers(params: SamplingParams) -> bool:
-    """Whether a token's logits depend on which tokens came before, beyond what the model makes of them."""
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 class History:
@@ -101,7 +95,7 @@ class Penalties:
             edits.bias += params.logit_bias.values()
         if _must_go_on(seq):
             edits.masked += [start + token for token in (*self._eos_token_ids, *params.stop_token_ids)]
-        if remembers(params):
+        if seq.remembers:
             edits.penalized.append((row, seq))
 
     def _penalize(self, flat: torch.Tensor, penalized: list[tuple[int, Sequence]]) -> None:

@@ -25,13 +25,17 @@ class _Step:
         self.members: set[Sequence] = set()
         self.preempted = False
 
-    def add(self, seq: Sequence, count: int) -> None:
-        self.parts.append(Scheduled(seq, seq.position, count))
+    def add(self, seq: Sequence, start: int, count: int) -> None:
+        self.parts.append(Scheduled(seq, start, count))
         self.members.add(seq)
         self.left -= count
 
     def batch(self, number: int, copies: list[tuple[int, int]]) -> Batch:
-        return Batch(number, sorted(self.parts, key=lambda part: part.num_tokens > 1), copies)
+        return Batch(number, sorted(self.parts, key=_is_long), copies)
+
+
+def _is_long(part: Scheduled) -> bool:
+    return part.num_tokens > 1
 
 
 def _never(seq: Sequence, hits: list[int]) -> bool:
@@ -39,7 +43,7 @@ def _never(seq: Sequence, hits: list[int]) -> bool:
 
 
 class Scheduler:
-    """Owns the queue of waiting sequences, best rank first, and the set of running ones, at most `max_num_seqs`.
+    """Owns the queue of waiting sequences and the running ones, at most `max_num_seqs`, both with the best rank first.
 
     `reclaim` takes back one reservation that no transfer has filled, if there is one, and says whether it did. `divert` is
     offered each sequence that could start, with its prefix hits: what it takes is `loading` until `loaded`, and then waits again.
@@ -113,16 +117,18 @@ class Scheduler:
         return step.batch(number, self._manager.take_copies()) if step.parts else None
 
     def _behind_by_one_first(self) -> list[Sequence]:
-        return sorted(self.running, key=lambda seq: (seq.num_to_compute > 1, seq.rank))
+        behind = [seq for seq in self.running if seq.num_to_compute > 1]
+        return [seq for seq in self.running if seq.num_to_compute <= 1] + behind if behind else list(self.running)
 
     def _continue(self, step: _Step, seq: Sequence) -> None:
         if seq.state is not State.RUNNING:
             return  # preempted a moment ago, for one before it
         if seq.num_unknown and not self._goes_on(seq):
             return
-        count = min(step.left, seq.num_to_compute)
-        if count and self._make_room(step, seq, seq.position + count):
-            step.add(seq, count)
+        start = seq.position
+        count = min(step.left, len(seq.tokens) + seq.num_unknown - start)
+        if count and (self._manager.grow(seq, start + count) or self._make_room(step, seq, start + count)):
+            step.add(seq, start, count)
 
     def _make_room(self, step: _Step, seq: Sequence, end: int) -> bool:
         """Blocks for a running sequence: free ones, else of reservations, else of the worst that is not in the step yet."""
@@ -174,11 +180,11 @@ class Scheduler:
             count = min(step.left, seq.num_to_compute)
             grown = self._manager.grow(seq, seq.num_prompt if seq.whole else seq.position + count)
             assert grown, "what fits can grow"
-            step.add(seq, count)
+            step.add(seq, seq.position, count)
 
     def _run(self, seq: Sequence) -> None:
         seq.state = State.RUNNING
-        self.running.append(seq)
+        insort(self.running, seq, key=rank)
 
     def _preempt_waiting(self, head: Sequence) -> bool:
         """Nothing runs and the best cannot start: of those that wait with blocks, the worst lets go."""

@@ -59,8 +59,19 @@ class Sequence:
     """Was part of a step."""
     looked_up: bool = False
     """The KV store was asked since the sequence last lost its blocks."""
+    remembers: bool = dataclasses.field(init=False)
+    """A token's logits depend on which came before, beyond what the model makes of them: there are penalties."""
+    branched: bool = False
+    """It may share a block that it writes."""
+    rewritten: bool = False
+    """Blocks that it held have been replaced, since the runner looked."""
     whole: bool = False
     """Prefill side: takes the blocks of its whole prompt at once and is never preempted, since a push reads them."""
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+        self.remembers = penalties != (1.0, 0.0, 0.0)
 
     @property
     def rank(self) -> tuple[int, int, int]:

@@ -11,7 +11,8 @@ class BlockTables:
 
     def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
         self.table = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self._known: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._known = [0] * max_num_seqs
+        """How many of its blocks each row has."""
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, seq: Sequence) -> int:
@@ -24,16 +25,16 @@ class BlockTables:
                 raise Internal(f"the batch has more than {len(self._known)} sequences")
             seq.row = self._free.pop()
         known, blocks = self._known[seq.row], seq.blocks
-        if known == blocks:
-            return len(blocks)
-        # Mostly blocks were added; a copied block or a preemption changes those before.
-        same = len(known) if blocks[: len(known)] == known else 0
-        self.table[seq.row, same : len(blocks)] = blocks[same:]
-        known[same:] = blocks[same:]
-        return same
+        if seq.rewritten:
+            seq.rewritten = False
+            known = self._known[seq.row] = 0
+        if known < len(blocks):
+            self.table[seq.row, known : len(blocks)] = blocks[known:]
+            self._known[seq.row] = len(blocks)
+        return known
 
     def forget(self, seq: Sequence) -> None:
         if seq.row >= 0:
-            self._known[seq.row].clear()
+            self._known[seq.row] = 0
             self._free.append(seq.row)
             seq.row = -1
