@@ -1,6 +1,9 @@
 """What the GPU does in decode steps, out of a profiler's trace."""
 
+import json
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from kvrelay.common.request import EngineRequest, SamplingParams
 from kvrelay.engine.llm import LLM
 
 WARM_STEPS, STEPS = 8, 32
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def profile_steps(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
@@ -33,12 +37,16 @@ def profile_steps(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def _summary(trace: profile) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
     spans = []
     by_kernel: Counter[str] = Counter()
-    for event in trace.events() or ():
-        if event.device_type is torch.autograd.DeviceType.CUDA:
-            spans.append((event.time_range.start, event.time_range.end))
-            by_kernel[event.name] += event.time_range.end - event.time_range.start
+    for event in events:
+        if event.get("cat") in ON_GPU:
+            spans.append((event["ts"], event["ts"] + event["dur"]))
+            by_kernel[event["name"]] += event["dur"]
     spans.sort()
     busy, end = 0.0, spans[0][0]
     for start, stop in spans:

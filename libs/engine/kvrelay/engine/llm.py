@@ -60,11 +60,14 @@ class RequestOutput:
 class _Choice:
     """A choice that is being generated."""
 
-    def __init__(self, index: int, text: ChoiceText) -> None:
+    def __init__(self, index: int, text: ChoiceText, *, watched: bool) -> None:
+        """`watched`: a stop string may end it, so that its text is looked at with each token, and else at the end."""
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._index = index
         self._text = text
+        self._watched = watched
+        self._unread: list[int] = []
         self._shown: list[str] = []
         self._logprobs: list[PositionLogprobs] = []
         self._stop_reason: str | int | None = None
@@ -73,12 +76,18 @@ class _Choice:
         """Whether a stop string ended the choice, which the engine does not know."""
         if self.finish_reason is not None:
             return False
+        self._logprobs += delta.logprobs
+        self._unread += delta.token_ids
+        if not self._watched and delta.finish_reason is None:
+            return False
         text = self._text.push(
-            delta.token_ids, finished=delta.finish_reason is not None, stop_token_id=delta.stop_token_id
+            self._unread, finished=delta.finish_reason is not None, stop_token_id=delta.stop_token_id
         )
         self._shown.append(text.text)
-        self.token_ids += delta.token_ids[: text.num_tokens]
-        self._logprobs += delta.logprobs[: text.num_tokens]
+        self.token_ids += self._unread[: text.num_tokens]
+        self._unread.clear()
+        if delta.logprobs:
+            del self._logprobs[len(self.token_ids) :]
         stopped = isinstance(text.stop_reason, str)
         self.finish_reason = FinishReason.STOP if stopped else delta.finish_reason
         self._stop_reason = text.stop_reason
@@ -103,7 +112,11 @@ class _Request:
         self.request = request
         sampling, stops = request.sampling, StopPatterns(request.sampling.stop)
         self.choices = [
-            _Choice(i, ChoiceText(tokenizer, sampling, prompt_token_ids=request.prompt_token_ids, stops=stops))
+            _Choice(
+                i,
+                ChoiceText(tokenizer, sampling, prompt_token_ids=request.prompt_token_ids, stops=stops),
+                watched=bool(sampling.stop),
+            )
             for i in range(sampling.n)
         ]
         self._prompt = prompt
