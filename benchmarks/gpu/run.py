@@ -75,11 +75,13 @@ def decode(model: Model, batch: int, context: int, *, steps: int = 256, repeats:
     model.seconds(batch, context, 2)
     times, host = [], []
     for _ in range(repeats):
+        begin = model.llm.engine.host_seconds
         one = model.seconds(batch, context, 1)
-        before = model.llm.engine.host_seconds
+        middle = model.llm.engine.host_seconds
         many = model.seconds(batch, context, steps + 1)
-        host.append((model.llm.engine.host_seconds - before) / steps * 1e3)
+        end = model.llm.engine.host_seconds
         times.append((many - one) / steps * 1e3)
+        host.append(((end - middle) - (middle - begin)) / steps * 1e3)
     read = weight_bytes(model.shape) + kv_bytes(model.shape) * batch * (context + steps / 2)
     floor = read / READ_BYTES_PER_S * 1e3
     ms = statistics.median(times)
