@@ -39,8 +39,10 @@ class PodSettings(ListenerSettings):
     """Of the KV cache; auto is the model's."""
     block_size: int = Field(default=16, ge=16)
     """Tokens in a KV block, a multiple of 16."""
-    kv_cache_bytes: Size = Field(default=512 << 20, ge=1)
-    """Of the KV cache."""
+    kv_cache_bytes: Size | None = Field(default=None, ge=1)
+    """Of the KV cache; not set: 512 MiB on a CPU, on a GPU what weights and the largest step leave."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """The share of the GPU's memory that may be in use."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt and output together; not set: the model's own."""
     max_num_seqs: int = Field(default=64, ge=1)
@@ -63,9 +65,9 @@ class PodSettings(ListenerSettings):
     threads: int = Field(default=0, ge=0)
     """Of torch on the CPU; 0: all cores."""
     attention: str = "auto"
-    """The attention backend: auto, paged-cpu or torch-cpu."""
-    kernels: Literal["auto", "compiled", "torch"] = "auto"
-    """On a CPU; auto: compiled by numba where it is there."""
+    """The attention backend: auto; paged-cpu or torch-cpu; on a GPU triton."""
+    kernels: Literal["auto", "compiled", "triton", "torch"] = "auto"
+    """auto: on a CPU compiled by numba where it is there, on a GPU triton."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     """Of the weights; dummy: random ones."""
     frame_bytes: Size = Field(default=1 << 20, ge=1)
