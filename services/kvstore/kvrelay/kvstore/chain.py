@@ -14,16 +14,15 @@ from typing import Protocol
 
 from kvrelay.common.ids import BlockId
 from kvrelay.common.tasks import end_task
-from kvrelay.kvstore.level import HIGH_SHARE, Counters, Level, LevelSource, Source
+from kvrelay.kvstore.level import HIGH_SHARE, Counters, Level, Offer
 from kvrelay.kvstore.memory import MemoryTier, Slot
+from kvrelay.kvstore.promotion import Coming, Promotions
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, Sinking, Tier, TierFailed
 from kvrelay.transfer.block import BlockInfo, checksum
 
 log = logging.getLogger(__name__)
 
 REOPEN_SECONDS = 30.0
-ROOM_SECONDS = 1.0
-"""For which a block that comes up waits for room."""
 SPARE_BYTES = 16 << 10
 """What a tier may take for a block beside its bytes."""
 
@@ -45,10 +44,8 @@ class Chain:
         self.counters = Counters()
         """Of memory."""
         self._listener = listener
-        self._promoting: dict[BlockId, asyncio.Task[Slot | None]] = {}
+        self._promotions = Promotions(self, self.levels, self.counters)
         self._full = asyncio.Event()
-        self._roomier = asyncio.Event()
-        """Something of memory has been let go."""
         self._idle = asyncio.Event()
         """Nothing goes down from memory now."""
         self._high_share = HIGH_SHARE
@@ -97,8 +94,9 @@ class Chain:
             await self._idle.wait()
 
     async def close(self) -> None:
-        for task in (*self._sinks, *self._opening, *self._promoting.values()):
+        for task in (*self._sinks, *self._opening):
             await end_task(task)
+        await self._promotions.close()
         for level in self.levels:
             await level.tier.close()
 
@@ -129,7 +127,7 @@ class Chain:
 
     def begin(self, info: BlockInfo) -> Slot | None:
         """Room in memory for a block to be written; None where it is here already, or there is no room now. Nothing waits."""
-        slot = self._allocate(info)
+        slot = self.allocate(info)
         self.counters.refused += slot is None and not self.has(info.id)
         return slot
 
@@ -140,7 +138,7 @@ class Chain:
 
     def give_up(self, slot: Slot) -> None:
         self.memory.give_up(slot)
-        self._roomier.set()
+        self._promotions.roomier.set()
 
     # Read.
 
@@ -152,24 +150,38 @@ class Chain:
             self.counters.bytes_read += slot.info.size
         return slot
 
-    async def load(self, block_id: BlockId, source: Source | None = None) -> Slot | None:
-        """The block in memory, pinned, brought there if need be; None for a miss. Several who ask at once share one reading.
+    def bring(self, block_id: BlockId, elsewhere: Offer | None = None) -> Slot | Coming:
+        """The block in memory, pinned, brought there if need be. Several who ask at once share one reading.
 
-        `source`: where it is had from when no tier has it.
+        `elsewhere`: where it is had from when no tier has it. Who does not wait for the end drops it.
         """
-        while (slot := self.take(block_id)) is None:
-            promoting = self._promoting.get(block_id)
-            if promoting is None:
-                promoting = self._promoting[block_id] = asyncio.create_task(self._promote(block_id, source))
-                promoting.add_done_callback(lambda _: self._promoting.pop(block_id, None))
-            if await asyncio.shield(promoting) is None:
-                self.counters.misses += 1
-                return None
-        return slot
+        return self.take(block_id) or self._promotions.bring(block_id, elsewhere)
+
+    async def load(self, block_id: BlockId) -> Slot | None:
+        """`bring`, waited for; None for a miss."""
+        coming = self.bring(block_id)
+        if isinstance(coming, Slot):
+            return coming
+        try:
+            return await coming
+        except asyncio.CancelledError:
+            self.drop(coming)
+            raise
+
+    def drop(self, coming: Slot | Coming) -> None:
+        """What was brought, or is being brought, is not wanted any more."""
+        if isinstance(coming, Slot):
+            self.release(coming)
+        elif not coming.cancel() and not coming.cancelled() and (slot := coming.result()) is not None:
+            self.release(slot)
+
+    def data(self, slot: Slot) -> memoryview:
+        """The bytes of a slot. To be released."""
+        return self.memory.data(slot)
 
     def release(self, slot: Slot) -> None:
         self.memory.unpin(slot)
-        self._roomier.set()
+        self._promotions.roomier.set()
 
     async def remove(self, block_id: BlockId) -> None:
         """From all tiers."""
@@ -194,72 +206,6 @@ class Chain:
             self.memory.remove(slot.info.id)
             self.moved(slot.info)
 
-    async def _promote(self, block_id: BlockId, elsewhere: Source | None) -> Slot | None:
-        """From the nearest that has the block whole."""
-        for level in self.levels:
-            info = level.tier.find(block_id) if level.healthy else None
-            if info is None:
-                continue
-            slot = await self._room_for(info)
-            if slot is None or await self._fill(slot, LevelSource(level, info)):
-                return slot
-            self.moved(info)
-        if elsewhere is not None:
-            slot = await self._room_for(elsewhere.info)
-            if slot is not None and await self._fill(slot, elsewhere):
-                return slot
-        return None
-
-    async def _fill(self, slot: Slot, source: Source) -> bool:
-        """Whether the block is whole, and committed; else its room is given up."""
-        whole = False
-        try:
-            whole = await self._read(source, slot)
-        finally:  # cancelled as well: then nothing more is written into it
-            if not whole:
-                self.give_up(slot)
-        if whole:
-            self.commit(slot, source.info.checksum)
-        return whole
-
-    async def _room_for(self, info: BlockInfo) -> Slot | None:
-        """In memory, waited for: others' blocks may have to go down first. None where it takes too long, or another writes the block."""
-        if (slot := self._allocate(info)) is not None:
-            return slot
-        try:
-            async with asyncio.timeout(ROOM_SECONDS):
-                while (slot := self._allocate(info)) is None and not self.has(info.id):
-                    self._roomier.clear()
-                    await self._roomier.wait()
-                return slot
-        except TimeoutError:
-            self.counters.refused += 1
-            return None
-
-    async def _read(self, source: Source, slot: Slot) -> bool:
-        started = time.monotonic()
-        whole = False
-        health, counters = source.health, source.health.counters
-        health.pace.begin(started)
-        try:
-            with self.memory.data(slot) as data:
-                await source.get(data)
-            whole = True
-            counters.hits += 1
-            counters.bytes_read += slot.info.size
-        except Missing:
-            counters.misses += 1
-        except Corrupt as error:
-            counters.corrupt += 1
-            log.warning("a block of the %s tier is corrupt: %s", health.name, error.message)
-        except TierFailed as error:
-            source.failed(error)
-        finally:
-            ended = time.monotonic()
-            counters.seconds_reading += ended - started
-            health.pace.end(ended, slot.info.size if whole else 0)
-        return whole
-
     async def _forget(self, level: Level, info: BlockInfo) -> None:
         try:
             await level.tier.remove(info.id)
@@ -281,7 +227,8 @@ class Chain:
         """In memory, or on its way there."""
         return block_id in self.memory or self.memory.is_writing(block_id)
 
-    def _allocate(self, info: BlockInfo) -> Slot | None:
+    def allocate(self, info: BlockInfo) -> Slot | None:
+        """Room in memory for a block, of what can leave it at once if need be; None where it is here, or on its way, or there is no room."""
         while (slot := self.memory.allocate(info)) is None:
             if self.has(info.id) or not self._drop_one(info.id):
                 return None
@@ -315,7 +262,7 @@ class Chain:
         self.counters.evictions += 1
         self.counters.dropped += not self._below(victim.info.id)
         self.memory.evict(victim.info.id)
-        self._roomier.set()
+        self._promotions.roomier.set()
         self.moved(victim.info)
 
     async def _sink_memory(self) -> None:

@@ -4,10 +4,13 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from kvrelay.kvstore.tiers.base import Tier, TierFailed
+from kvrelay.common.errors import KvrelayError
+from kvrelay.common.ids import BlockId
+from kvrelay.kvstore.tiers.base import Corrupt, Missing, Tier, TierFailed
 from kvrelay.transfer.block import BlockInfo
 
 log = logging.getLogger(__name__)
@@ -86,7 +89,7 @@ class Health:
     def healthy(self) -> bool:
         return time.monotonic() >= self.failed_until
 
-    def failed(self, error: TierFailed) -> None:
+    def failed(self, error: KvrelayError) -> None:
         if self.healthy:
             log.warning("the %s tier is left alone for %g s: %s", self.name, COOL_SECONDS, error.message)
         self.counters.failures += 1
@@ -107,6 +110,10 @@ class Level(Health):
         self.wanted_bytes = 0
         """For a block that waits for room."""
 
+    def holds(self, block_id: BlockId) -> bool:
+        """And can be asked for it."""
+        return self.healthy and self.tier.find(block_id) is not None
+
     @property
     def is_full(self) -> bool:
         """Its coldest blocks have to go down."""
@@ -115,31 +122,50 @@ class Level(Health):
 
 
 class Source(Protocol):
-    """A block that can be brought into memory."""
+    """Where blocks can be brought from into memory."""
+
+    health: Health
+    """What is read is counted there."""
+    run_bytes: int
+    """That it is best asked for at once; a block that is larger comes alone."""
+
+    async def get(self, infos: Sequence[BlockInfo], into: Sequence[memoryview]) -> Sequence[KvrelayError | None]:
+        """Each into the first bytes of its own room. What has become of each: None where it is there, verified; Missing, Corrupt or
+        TierFailed. Once it returns, or raises, nothing is written there any more."""
+        ...
+
+    def failed(self, error: KvrelayError) -> None:
+        """What blocks come from is to be left alone."""
+        ...
+
+
+class Offer(NamedTuple):
+    """A block, and where it can be had."""
 
     info: BlockInfo
-    health: Health
-    """Of where it comes from; what is read is counted there."""
-
-    async def get(self, into: memoryview) -> object:
-        """As `Tier.get`."""
-        ...
-
-    def failed(self, error: TierFailed) -> None:
-        """What it came from is to be left alone."""
-        ...
+    source: Source
 
 
 class LevelSource:
-    """A block of a tier of the node."""
+    """A tier of the node."""
 
-    def __init__(self, level: Level, info: BlockInfo) -> None:
-        self.info = info
+    run_bytes = 1
+
+    def __init__(self, level: Level) -> None:
         self.health: Health = level
-        self._level = level
+        self._tier = level.tier
 
-    async def get(self, into: memoryview) -> object:
-        return await self._level.tier.get(self.info.id, into)
+    async def get(self, infos: Sequence[BlockInfo], into: Sequence[memoryview]) -> Sequence[KvrelayError | None]:
+        return [await outcome_of(self._tier.get(info.id, room)) for info, room in zip(infos, into, strict=True)]
 
-    def failed(self, error: TierFailed) -> None:
-        self._level.failed(error)
+    def failed(self, error: KvrelayError) -> None:
+        self.health.failed(error)
+
+
+async def outcome_of(getting: Awaitable[object]) -> KvrelayError | None:
+    """Of a tier's `get`: what it raised of what it may raise."""
+    try:
+        await getting
+    except (Missing, Corrupt, TierFailed) as error:
+        return error
+    return None

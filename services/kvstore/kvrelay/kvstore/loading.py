@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from kvrelay.common.ids import BlockId
 from kvrelay.kvstore.arena import rounded
 from kvrelay.kvstore.memory import Slot
+from kvrelay.kvstore.promotion import Coming
 from kvrelay.kvstore.supply import Supply
 
 FIRST_BLOCKS = 32
@@ -33,7 +34,8 @@ class Reader(Protocol):
 
 
 class _Ahead(NamedTuple):
-    coming: Slot | asyncio.Task[Slot | None]
+    block_id: BlockId
+    coming: Slot | Coming
     size: int
 
 
@@ -69,7 +71,7 @@ class Loading:
                     await asyncio.sleep(0)
         finally:
             for ahead in self._ahead:
-                self._drop(ahead.coming)
+                self._supply.drop(ahead.coming)
 
     def _look_ahead(self) -> None:
         if len(self._ahead) > self._limit // 2 or self._ahead_bytes > AHEAD_BYTES // 2:
@@ -85,27 +87,17 @@ class Loading:
             size = rounded(found[0].size)
             if not self._reader.fits(self._ahead_bytes, size):
                 return
-            coming = self._supply.take(block_id) or asyncio.create_task(self._supply.load(block_id))
-            self._ahead.append(_Ahead(coming, size))
+            self._ahead.append(_Ahead(block_id, self._supply.bring(block_id), size))
             self._ahead_bytes += size
             self._rest.popleft()
 
     async def _following(self) -> Slot | None:
-        coming = self._ahead[0].coming
-        slot = coming if isinstance(coming, Slot) else await coming
+        first = self._ahead[0]
+        slot = first.coming if isinstance(first.coming, Slot) else await first.coming
         self._ahead_bytes -= self._ahead.popleft().size
-        if slot is not None and not self._supply.reads(slot.info):  # removed, and written anew by others meanwhile
-            self._supply.release(slot)
+        if slot is None:
+            self._supply.missed(first.block_id)
+        elif not self._supply.reads(slot.info):  # removed, and written anew by others meanwhile
+            self._supply.drop(slot)
             return None
         return slot
-
-    def _drop(self, coming: Slot | asyncio.Task[Slot | None]) -> None:
-        if isinstance(coming, Slot):
-            self._supply.release(coming)
-        else:
-            coming.add_done_callback(self._dropped)
-            coming.cancel()
-
-    def _dropped(self, task: asyncio.Task[Slot | None]) -> None:
-        if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
-            self._supply.release(slot)

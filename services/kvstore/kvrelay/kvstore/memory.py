@@ -87,7 +87,8 @@ class MemoryTier:
     def commit(self, slot: Slot, checksum: int) -> None:
         """All bytes are written: the block can be found."""
         del self._writing[slot.info.id]
-        slot.info = msgspec.structs.replace(slot.info, checksum=checksum)
+        if slot.info.checksum != checksum:
+            slot.info = msgspec.structs.replace(slot.info, checksum=checksum)
         self._slots[slot.info.id] = slot
         self._policy.stored(slot.info.id, rounded(slot.info.size))
 

@@ -10,8 +10,9 @@ from kvrelay.common.ids import BlockId, Fingerprint, PodId
 from kvrelay.common.layout import KvDtype
 from kvrelay.kvstore.chain import Chain
 from kvrelay.kvstore.index import Entry
-from kvrelay.kvstore.level import Health, Source
+from kvrelay.kvstore.level import Health, Offer
 from kvrelay.kvstore.memory import Slot
+from kvrelay.kvstore.promotion import Coming
 from kvrelay.transfer.block import BlockInfo
 from kvrelay.transfer.segments import heads
 
@@ -48,7 +49,7 @@ class Elsewhere(Protocol):
         """There is another node to ask for."""
         ...
 
-    async def locate(self, entries: Sequence[Entry], hello: Hello) -> Mapping[BlockId, Source]:
+    async def locate(self, entries: Sequence[Entry], hello: Hello) -> Mapping[BlockId, Offer]:
         """Where these can be had, as far as they can. Ends within a bound, with nothing where the index is slow or away."""
         ...
 
@@ -58,7 +59,7 @@ class Nowhere:
 
     exists = False
 
-    async def locate(self, entries: Sequence[Entry], hello: Hello) -> Mapping[BlockId, Source]:
+    async def locate(self, entries: Sequence[Entry], hello: Hello) -> Mapping[BlockId, Offer]:
         return {}
 
 
@@ -67,7 +68,7 @@ class Supply:
         self._chain = chain
         self._elsewhere = elsewhere
         self._hello = hello
-        self._known: dict[BlockId, tuple[float, Source]] = {}
+        self._known: dict[BlockId, tuple[float, Offer]] = {}
         """Until when it is believed, in monotonic time."""
 
     def reads(self, info: BlockInfo) -> bool:
@@ -78,12 +79,12 @@ class Supply:
         found = self._chain.find(block_id)
         if found is not None and self.reads(found[0]):
             return *found, self._chain.health(found[1])
-        source = self._elsewhere_at(block_id)
-        return None if source is None else (source.info, source.health.name, source.health)
+        offer = self._elsewhere_at(block_id)
+        return None if offer is None else (offer.info, offer.source.health.name, offer.source.health)
 
-    def _elsewhere_at(self, block_id: BlockId) -> Source | None:
-        until, source = self._known.get(block_id, (0.0, None))
-        return source if time.monotonic() < until else None
+    def _elsewhere_at(self, block_id: BlockId) -> Offer | None:
+        until, offer = self._known.get(block_id, (0.0, None))
+        return offer if time.monotonic() < until else None
 
     def lacks(self, ids: Sequence[BlockId], first: int) -> bool:
         """Whether there is reason to `look`."""
@@ -97,16 +98,15 @@ class Supply:
         now = time.monotonic()
         if len(self._known) > MAX_KNOWN:
             self._known = {block_id: known for block_id, known in self._known.items() if known[0] > now}
-        self._known |= {block_id: (now + KNOWN_SECONDS, source) for block_id, source in found.items()}
+        self._known |= {block_id: (now + KNOWN_SECONDS, offer) for block_id, offer in found.items()}
 
-    def take(self, block_id: BlockId) -> Slot | None:
-        return self._chain.take(block_id)
+    def bring(self, block_id: BlockId) -> Slot | Coming:
+        """See `Chain.bring`."""
+        return self._chain.bring(block_id, self._elsewhere_at(block_id))
 
-    async def load(self, block_id: BlockId) -> Slot | None:
-        slot = await self._chain.load(block_id, self._elsewhere_at(block_id))
-        if slot is None:
-            self._known.pop(block_id, None)
-        return slot
+    def missed(self, block_id: BlockId) -> None:
+        """It was found, and could not be had."""
+        self._known.pop(block_id, None)
 
-    def release(self, slot: Slot) -> None:
-        self._chain.release(slot)
+    def drop(self, coming: Slot | Coming) -> None:
+        self._chain.drop(coming)

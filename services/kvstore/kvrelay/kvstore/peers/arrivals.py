@@ -4,8 +4,9 @@ A buffer belongs to the transport from when its message is announced until it ha
 it. What is expected no more is drained when it comes.
 """
 
-import asyncio
 import secrets
+import struct
+from collections.abc import Callable, Sequence
 
 from kvrelay.common.errors import KvrelayError, TransferFailed
 from kvrelay.transfer.transport import Buffer, Landing, Verdict
@@ -14,12 +15,16 @@ from kvrelay.transfer.transport import Buffer, Landing, Verdict
 class Arrival:
     """One message, and where it goes."""
 
-    def __init__(self, tag: int, buffer: Buffer) -> None:
+    __slots__ = ("_ended", "buffer", "error", "landing", "over", "tag")
+
+    def __init__(self, tag: int, buffer: Buffer, ended: "Ended") -> None:
         self.tag = tag
         self.buffer = buffer
         self.landing = False
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises what `fail` was given, or TransferFailed. Then the buffer is not written any more."""
+        self.over = False
+        """The buffer is not written any more: it has the message, or there is an error."""
+        self.error: KvrelayError | None = None
+        self._ended = ended
 
     def fail(self, error: KvrelayError) -> None:
         """It need not come. One that is landing goes on."""
@@ -27,13 +32,20 @@ class Arrival:
             self.lost(error)
 
     def landed(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
+        self._end(None)
 
     def lost(self, error: KvrelayError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # who expects it may have gone
+        self._end(error)
+
+    def _end(self, error: KvrelayError | None) -> None:
+        if not self.over:
+            self.over = True
+            self.error = error
+            self._ended(self)
+
+
+Ended = Callable[[Arrival], None]
+"""Called once, when the arrival is over."""
 
 
 class Arrivals:
@@ -45,23 +57,28 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self._expected)
 
-    def expect(self, buffer: Buffer) -> Arrival:
-        """Until it is there, or forgotten. Its tag is random: no one else can know it."""
-        tag = secrets.randbits(64)
-        while tag in self._expected:
-            tag = secrets.randbits(64)
-        arrival = self._expected[tag] = Arrival(tag, buffer)
-        return arrival
+    def expect(self, buffers: Sequence[Buffer], ended: Ended) -> list[Arrival]:
+        """A message for each, until it is there, or forgotten. Their tags are random: no one else can know them."""
+        tags = _random(len(buffers))
+        while not self._expected.keys().isdisjoint(tags):
+            tags = _random(len(buffers))
+        arrivals = [Arrival(tag, buffer, ended) for tag, buffer in zip(tags, buffers, strict=True)]
+        self._expected.update(zip(tags, arrivals, strict=True))
+        return arrivals
 
     def forget(self, arrival: Arrival) -> None:
         self._expected.pop(arrival.tag, None)
 
     def accept(self, tag: int, length: int) -> Landing | Verdict:
         arrival = self._expected.pop(tag, None)
-        if arrival is None or arrival.done.done():
+        if arrival is None or arrival.over:
             return Verdict.DRAIN
         if length != arrival.buffer.nbytes:
             arrival.fail(TransferFailed(f"a message of {length} bytes, where {arrival.buffer.nbytes} were expected"))
             return Verdict.DRAIN
         arrival.landing = True
         return arrival
+
+
+def _random(count: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{count}Q", secrets.token_bytes(8 * count))

@@ -5,16 +5,17 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+from kvrelay.common.errors import KvrelayError
 from kvrelay.common.ids import BlockId, NodeId
 from kvrelay.common.nodes import NodeDirectory, NodeRecord
 from kvrelay.common.tasks import end_task
 from kvrelay.kvstore.index import Entry, Index
-from kvrelay.kvstore.level import Health, Level, Source
+from kvrelay.kvstore.level import Health, Level, Offer, Source, outcome_of
 from kvrelay.kvstore.location import Location, node_key
 from kvrelay.kvstore.peers.fetcher import Fetcher
 from kvrelay.kvstore.supply import Hello
-from kvrelay.kvstore.tiers.base import TierFailed
 from kvrelay.kvstore.tiers.objectkey import block_key
 from kvrelay.kvstore.tiers.objects import ObjectTier
 from kvrelay.transfer.block import BlockInfo
@@ -25,43 +26,70 @@ LOOK_SECONDS = 0.1
 """For which a look-up waits for the index."""
 COOL_SECONDS = 2.0
 """For which an index that did not answer is not asked."""
+RUN_BYTES = 4 << 20
+"""That another store is asked for as one: so many cost little more than one block, and do not keep the first of them waiting for long."""
 _COST = {"cpu": 0, "file": 1, "s3": 2}
 """The order in which locations are tried."""
 
 
 class PeerSource:
-    """A block in another store, which reads it for us from whatever tier of its own."""
+    """Another store, which reads blocks for us from whatever tier of its own."""
 
-    def __init__(self, fetcher: Fetcher, health: Health, record: NodeRecord, info: BlockInfo) -> None:
-        self.info = info
+    run_bytes = RUN_BYTES
+
+    def __init__(self, fetcher: Fetcher, health: Health, record: NodeRecord) -> None:
         self.health = health
         self._fetcher = fetcher
         self._record = record
 
-    async def get(self, into: memoryview) -> None:
-        await self._fetcher.get(self._record, self.info, into)
+    @property
+    def usable(self) -> bool:
+        return self._fetcher.usable(self._record)
 
-    def failed(self, error: TierFailed) -> None:
+    async def get(self, infos: Sequence[BlockInfo], into: Sequence[memoryview]) -> Sequence[KvrelayError | None]:
+        return await self._fetcher.get(self._record, infos, into)
+
+    def failed(self, error: KvrelayError) -> None:
         """Only the one store is left alone, by the fetcher."""
         self.health.counters.failures += 1
         self.health.reason = error.message
 
 
 class ObjectSource:
-    """Another node's object, in a bucket that this node uses as well."""
+    """Another node's objects, in a bucket that this node uses as well."""
 
-    def __init__(self, level: Level, tier: ObjectTier, prefix: str, info: BlockInfo) -> None:
-        self.info = info
+    run_bytes = 1
+
+    def __init__(self, level: Level, tier: ObjectTier, prefix: str) -> None:
         self.health: Health = level
-        self._level = level
         self._tier = tier
         self._prefix = prefix
 
-    async def get(self, into: memoryview) -> None:
-        await self._tier.get_at(block_key(self._prefix, self.info), self.info, into)
+    @property
+    def usable(self) -> bool:
+        return self.health.healthy
 
-    def failed(self, error: TierFailed) -> None:
-        self._level.failed(error)
+    async def get(self, infos: Sequence[BlockInfo], into: Sequence[memoryview]) -> Sequence[KvrelayError | None]:
+        return [await outcome_of(self._get(info, room)) for info, room in zip(infos, into, strict=True)]
+
+    async def _get(self, info: BlockInfo, into: memoryview) -> None:
+        await self._tier.get_at(block_key(self._prefix, info), info, into)
+
+    def failed(self, error: KvrelayError) -> None:
+        self.health.failed(error)
+
+
+class _Other(NamedTuple):
+    """Another node, and how its blocks can be had."""
+
+    record: NodeRecord
+    memory: PeerSource | None
+    objects: ObjectSource | None
+
+    def source(self, tier: str) -> Source | None:
+        if tier == "s3" and self.objects is not None and self.objects.usable:
+            return self.objects
+        return self.memory if self.memory is not None and self.memory.usable else None
 
 
 class Peers:
@@ -84,7 +112,7 @@ class Peers:
         self._fetcher = fetcher
         self._objects = objects
         self._bucket = bucket
-        self._nodes: dict[int, NodeRecord] = {}
+        self._nodes: dict[int, _Other] = {}
         """The others, by what the index calls them."""
         self._cool_until = 0.0
         self._following: asyncio.Task[None] | None = None
@@ -114,7 +142,7 @@ class Peers:
         """The others."""
         return len(self._nodes)
 
-    async def locate(self, entries: Sequence[Entry], hello: Hello) -> Mapping[BlockId, Source]:
+    async def locate(self, entries: Sequence[Entry], hello: Hello) -> Mapping[BlockId, Offer]:
         if not entries or not self.exists:
             return {}
         # Not cancelled when it is late: the connection would be lost with it.
@@ -130,34 +158,32 @@ class Peers:
         if len(found) != len(entries):
             self._cool_until = time.monotonic() + COOL_SECONDS
             return {}
-        sources = (self._best(entry, locations, hello) for entry, locations in zip(entries, found, strict=True))
-        return {source.info.id: source for source in sources if source is not None}
+        offers = (self._best(entry, locations, hello) for entry, locations in zip(entries, found, strict=True))
+        return {offer.info.id: offer for offer in offers if offer is not None}
 
-    def _best(self, entry: Entry, locations: Sequence[Location], hello: Hello) -> Source | None:
+    def _best(self, entry: Entry, locations: Sequence[Location], hello: Hello) -> Offer | None:
         # Of equal ones any: load is spread.
         for location in sorted(locations, key=lambda location: (_COST[location.tier], random.random())):
-            record = self._nodes.get(location.node)
-            if record is None or record.epoch != location.epoch:
+            other = self._nodes.get(location.node)
+            if other is None or other.record.epoch != location.epoch:
                 continue  # of a former life, or a node that is gone
             info = _info(entry, location, hello)
-            if hello.reads(info) and (source := self._source(record, location.tier, info)) is not None:
-                return source
+            if hello.reads(info) and (source := other.source(location.tier)) is not None:
+                return Offer(info, source)
         return None
 
-    def _source(self, record: NodeRecord, tier: str, info: BlockInfo) -> Source | None:
-        objects = self._objects
-        shared = bool(self._bucket) and record.bucket == self._bucket
-        if tier == "s3" and shared and objects is not None and objects.healthy:
-            assert isinstance(objects.tier, ObjectTier), "only such a tier has a bucket that others read"
-            return ObjectSource(objects, objects.tier, record.prefix, info)
-        if self._fetcher is not None and self._fetcher.usable(record):
-            return PeerSource(self._fetcher, self.health, record, info)
-        return None
+    def _other(self, record: NodeRecord) -> _Other:
+        memory = None if self._fetcher is None else PeerSource(self._fetcher, self.health, record)
+        level, objects = self._objects, None
+        if level is not None and self._bucket and record.bucket == self._bucket:
+            assert isinstance(level.tier, ObjectTier), "only such a tier has a bucket that others read"
+            objects = ObjectSource(level, level.tier, record.prefix)
+        return _Other(record, memory, objects)
 
     async def _follow(self) -> None:
         async for members in self._directory.updates():
             others = {node_id: record for node_id, record in members.items() if node_id != self._node_id}
-            self._nodes = {node_key(node_id): record for node_id, record in others.items()}
+            self._nodes = {node_key(node_id): self._other(record) for node_id, record in others.items()}
             if self._fetcher is not None:
                 await self._fetcher.keep(others)
 

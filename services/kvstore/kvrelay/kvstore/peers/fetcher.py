@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvrelay.common.access import PodAccess
 from kvrelay.common.errors import KvrelayError, TransferFailed
@@ -35,17 +35,26 @@ class Fetcher:
         """It can send, and has not failed of late."""
         return bool(record.transfer_address) and time.monotonic() >= self._cool_until.get(record.node_id, 0.0)
 
-    async def get(self, record: NodeRecord, info: BlockInfo, into: memoryview) -> None:
-        """As `Tier.get`, of another store's memory."""
+    async def get(
+        self, record: NodeRecord, infos: Sequence[BlockInfo], into: Sequence[memoryview]
+    ) -> list[KvrelayError | None]:
+        """As `Source.get`, of another store's memory."""
         try:
             link = await self._link(record)
-            await link.get(info, into)
         except TransferFailed as error:
-            await self._leave_alone(record, error)
-            raise TierFailed(f"{record.node_id}: {error.message}") from error
-        if checksum(info, into[: info.size]) != info.checksum:
-            link.suspect(info.id)
-            raise Corrupt(f"block {info.id.hex()} came damaged from {record.node_id}")
+            return [await self._leave_alone(record, error)] * len(infos)
+        outcomes = await link.get(infos, into)
+        damaged = []
+        for place, (info, room) in enumerate(zip(infos, into, strict=True)):
+            outcome = outcomes[place]
+            if isinstance(outcome, TransferFailed):
+                outcomes[place] = await self._leave_alone(record, outcome)
+            elif outcome is None and checksum(info, room[: info.size]) != info.checksum:
+                outcomes[place] = Corrupt(f"block {info.id.hex()} came damaged from {record.node_id}")
+                damaged.append(info.id)
+        if damaged:
+            link.suspect(damaged)
+        return outcomes
 
     async def keep(self, members: Mapping[NodeId, NodeRecord]) -> None:
         """Links to others than these are dropped."""
@@ -72,13 +81,14 @@ class Fetcher:
             self._links[record.node_id] = link
         return link
 
-    async def _leave_alone(self, record: NodeRecord, error: KvrelayError) -> None:
+    async def _leave_alone(self, record: NodeRecord, error: TransferFailed) -> TierFailed:
         if self.usable(record):
             log.warning("%s is left alone for %g s: %s", record.node_id, COOL_SECONDS, error.message)
         self._cool_until[record.node_id] = time.monotonic() + COOL_SECONDS
         link = self._links.get(record.node_id)
         if link is not None and link.record.epoch == record.epoch:
             await self._drop(link)
+        return TierFailed(f"{record.node_id}: {error.message}")
 
     async def _drop(self, link: Link) -> None:
         if self._links.get(link.record.node_id) is link:

@@ -7,7 +7,7 @@ there is a new one.
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -15,7 +15,7 @@ import grpc.aio
 import numpy as np
 
 from kvrelay.common.access import PodAccess
-from kvrelay.common.errors import TransferFailed
+from kvrelay.common.errors import KvrelayError, TransferFailed
 from kvrelay.common.ids import BlockId
 from kvrelay.common.nodes import NodeRecord
 from kvrelay.common.rpc import CHANNEL_OPTIONS, from_rpc_error
@@ -35,6 +35,32 @@ SENDING_SECONDS = 10.0
 """For which the other store may try to send what it was asked for."""
 
 Wanted = tuple[BlockInfo, Arrival]
+
+
+class _Run:
+    """Messages that are waited for together. Times are the loop's."""
+
+    def __init__(self, since: float, num_messages: int) -> None:
+        self.since = since
+        self.moved = 0.0
+        """When one of them came last."""
+        self.arrivals: Sequence[Arrival] = ()
+        loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = loop.create_future()
+        self._left = num_messages
+        self._loop = loop
+
+    def ended(self, arrival: Arrival) -> None:
+        if arrival.error is None:
+            self.moved = self._loop.time()
+        self._left -= 1
+        if not self._left:
+            self.over.set_result(None)
+
+    def fail(self, error: KvrelayError) -> None:
+        """What is landing goes on."""
+        for arrival in self.arrivals:
+            arrival.fail(error)
 
 
 class Link:
@@ -57,36 +83,43 @@ class Link:
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)
         self._waiting: list[Wanted] = []
         """To be asked for in the loop's next turn, together."""
-        self._under_way: dict[Arrival, float] = {}
-        """And since when, in the loop's time: the longest first."""
+        self._under_way: dict[_Run, None] = {}
+        """The longest first."""
         self._moved = 0.0
         """When something came last."""
         self._watch: asyncio.TimerHandle | None = None
         """While something is under way, and a while after."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def get(self, info: BlockInfo, into: memoryview) -> None:
-        """When it returns or raises, nothing writes into `into` any more. Raises Missing, TransferFailed."""
+    async def get(self, infos: Sequence[BlockInfo], into: Sequence[memoryview]) -> list[KvrelayError | None]:
+        """What has become of each: None where its bytes have come; Missing, TransferFailed. When it returns or raises, nothing writes
+        into `into` any more."""
         if self.closed:
-            raise TransferFailed("the link is cut")
+            return [TransferFailed("the link is cut")] * len(infos)
         loop = asyncio.get_running_loop()
-        # Of a view of its own, so that the caller's can be released.
-        arrival = self._arrivals.expect(np.frombuffer(memoryview(into), np.uint8)[: info.size])
-        self._under_way[arrival] = loop.time()
+        # Of views of its own, so that the caller's can be released.
+        buffers = [
+            np.frombuffer(memoryview(room), np.uint8)[: info.size] for info, room in zip(infos, into, strict=True)
+        ]
+        run = _Run(loop.time(), len(buffers))
+        run.arrivals = self._arrivals.expect(buffers, run.ended)
+        self._under_way[run] = None
         if self._watch is None:
             self._watch = loop.call_later(self._seconds, self._look)
         if not self._waiting:
             loop.call_soon(self._ask)
-        self._waiting.append((info, arrival))
+        self._waiting += zip(infos, run.arrivals, strict=True)
         try:
-            await asyncio.shield(arrival.done)
-            self._moved = loop.time()
+            await asyncio.shield(run.over)
+            self._moved = max(self._moved, run.moved)
         finally:
-            self._arrivals.forget(arrival)
-            del self._under_way[arrival]
-            if not arrival.done.done():
-                arrival.fail(TransferFailed("it is not wanted any more"))
-                await self._end_landing(arrival)
+            for arrival in run.arrivals:
+                self._arrivals.forget(arrival)
+            del self._under_way[run]
+            if not run.over.done():
+                run.fail(TransferFailed("it is not wanted any more"))
+                await self._end_landing(run)
+        return [arrival.error for arrival in run.arrivals]
 
     def _look(self) -> None:
         """Cuts the link when nothing has come for too long; one timer for all that is wanted."""
@@ -94,27 +127,28 @@ class Link:
         if not self._under_way:
             return
         loop = asyncio.get_running_loop()
-        seconds = max(self._moved, next(iter(self._under_way.values()))) + self._seconds - loop.time()
+        moved = max(self._moved, next(iter(self._under_way)).since, *(run.moved for run in self._under_way))
+        seconds = moved + self._seconds - loop.time()
         if seconds > 0:
             self._watch = loop.call_later(seconds, self._look)
         else:
             self.cut(f"nothing has come for {self._seconds:g} s")
 
-    async def _end_landing(self, arrival: Arrival) -> None:
-        """If it is: its buffer is the transport's until then, whoever waits or cancels."""
+    async def _end_landing(self, run: "_Run") -> None:
+        """If something is: its buffer is the transport's until then, whoever waits or cancels."""
         cancelled: asyncio.CancelledError | None = None
-        while not arrival.done.done():
+        while not run.over.done():
             self.cut()
             try:
-                await asyncio.wait((arrival.done,))
+                await asyncio.wait((run.over,))
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
             raise cancelled
 
-    def suspect(self, block_id: BlockId) -> None:
-        """Tells the store that a block came damaged. It may not hear it."""
-        self._begin(self._say_suspect(block_id))
+    def suspect(self, ids: Sequence[BlockId]) -> None:
+        """Tells the store that blocks came damaged. It may not hear it."""
+        self._begin(self._say_suspect(b"".join(ids)))
 
     def cut(self, reason: str = "the link is cut") -> None:
         """What is wanted fails at once, what is landing is lost within moments."""
@@ -124,8 +158,8 @@ class Link:
         if self._watch is not None:
             self._watch.cancel()
         self._peer.close()
-        for arrival in self._under_way:
-            arrival.fail(TransferFailed(reason))
+        for run in self._under_way:
+            run.fail(TransferFailed(reason))
         for task in self._tasks:
             task.cancel()
 
@@ -138,7 +172,7 @@ class Link:
     # Parts.
 
     def _ask(self) -> None:
-        waiting = [wanted for wanted in self._waiting if not wanted[1].done.done()]
+        waiting = [wanted for wanted in self._waiting if not wanted[1].over]
         self._waiting = []
         if not self.closed:
             for start in range(0, len(waiting), BATCH_BLOCKS):
@@ -165,11 +199,11 @@ class Link:
             for _, arrival in batch:
                 arrival.fail(failure)
 
-    async def _say_suspect(self, block_id: BlockId) -> None:
+    async def _say_suspect(self, ids: bytes) -> None:
         try:
-            await self._stub.Suspect(pb.SuspectRequest(ids=block_id), timeout=self._seconds, metadata=self._metadata)
+            await self._stub.Suspect(pb.SuspectRequest(ids=ids), timeout=self._seconds, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            log.info("%s could not be told of a damaged block: %s", self.record.node_id, error.details())
+            log.info("%s could not be told of damaged blocks: %s", self.record.node_id, error.details())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -13,6 +13,7 @@ from kvrelay.common.errors import Overloaded, TransferFailed
 from kvrelay.common.ids import BlockId
 from kvrelay.kvstore.chain import Chain
 from kvrelay.kvstore.memory import Slot
+from kvrelay.kvstore.promotion import Coming
 from kvrelay.transfer.transport import Peer, Transport
 
 log = logging.getLogger(__name__)
@@ -99,17 +100,16 @@ class Sender:
         deadline = asyncio.get_running_loop().time() + min(seconds, MAX_SECONDS)
         peer = self._peer(address, link)
         request = _Request(len(blocks))
-        loads: list[asyncio.Task[Slot | None]] = []
+        loads: list[Coming] = []
         self._num_requests += 1
         try:
             for place, wanted in enumerate(blocks):
-                slot = self._chain.take(wanted.id)
-                if slot is not None:
-                    self._send(request, peer, place, wanted, slot)
+                coming = self._chain.bring(wanted.id)
+                if isinstance(coming, Slot):
+                    self._send(request, peer, place, wanted, coming)
                 else:
-                    load = asyncio.create_task(self._chain.load(wanted.id))
-                    load.add_done_callback(functools.partial(self._loaded, request, peer, place, wanted))
-                    loads.append(load)
+                    coming.add_done_callback(functools.partial(self._loaded, request, peer, place, wanted))
+                    loads.append(coming)
             while not request.is_over:
                 missing = await request.missing(deadline)
                 if missing:
@@ -122,14 +122,10 @@ class Sender:
             for load in loads:
                 load.cancel()
 
-    def _loaded(
-        self, request: _Request, peer: Peer, place: int, wanted: Wanted, load: "asyncio.Task[Slot | None]"
-    ) -> None:
+    def _loaded(self, request: _Request, peer: Peer, place: int, wanted: Wanted, load: Coming) -> None:
         if load.cancelled():
             return
-        if (error := load.exception()) is not None:
-            request.failed(error)
-        elif (slot := load.result()) is not None:
+        if (slot := load.result()) is not None:
             self._send(request, peer, place, wanted, slot)
         else:
             request.missed(place)
