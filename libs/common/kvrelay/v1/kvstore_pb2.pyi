@@ -897,11 +897,14 @@ class FetchBlock(_message.Message):
     TAG_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
     id: _builtins.bytes
     tag: _builtins.int
     """of its message"""
     size: _builtins.int
     checksum: _builtins.int
+    joined: _builtins.bool
+    """its room is right behind that of the block before it: both may come as one message, with the first one's tag"""
     def __init__(
         self,
         *,
@@ -909,10 +912,11 @@ class FetchBlock(_message.Message):
         tag: _builtins.int = ...,
         size: _builtins.int = ...,
         checksum: _builtins.int = ...,
+        joined: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "id", b"id", "size", b"size", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "id", b"id", "joined", b"joined", "size", b"size", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

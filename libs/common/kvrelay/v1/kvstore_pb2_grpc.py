@@ -110,7 +110,7 @@ class KvStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """For other stores: sends blocks that it has, each as one UCX message. Says which it has not, and ends when the others have been taken.
+        """For other stores: sends blocks that it has, each as a UCX message, or several as one. Says which it has not, and ends when the others have been taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class KvStoreStub:
     Verify: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyResponse]
     """Reads every block of the tiers and checks it; what is corrupt is removed."""
     Fetch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.FetchRequest, _kvstore_pb2.FetchResponse]
-    """For other stores: sends blocks that it has, each as one UCX message. Says which it has not, and ends when the others have been taken."""
+    """For other stores: sends blocks that it has, each as a UCX message, or several as one. Says which it has not, and ends when the others have been taken."""
     Suspect: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.SuspectRequest, _kvstore_pb2.SuspectResponse]
     """For other stores: blocks that came damaged. Those whose bytes in memory are wrong are removed from there."""
 
@@ -60,7 +60,7 @@ class KvStoreAsyncStub(KvStoreStub):
     Verify: _aio.UnaryStreamMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyResponse]  # type: ignore[assignment]
     """Reads every block of the tiers and checks it; what is corrupt is removed."""
     Fetch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.FetchRequest, _kvstore_pb2.FetchResponse]  # type: ignore[assignment]
-    """For other stores: sends blocks that it has, each as one UCX message. Says which it has not, and ends when the others have been taken."""
+    """For other stores: sends blocks that it has, each as a UCX message, or several as one. Says which it has not, and ends when the others have been taken."""
     Suspect: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.SuspectRequest, _kvstore_pb2.SuspectResponse]  # type: ignore[assignment]
     """For other stores: blocks that came damaged. Those whose bytes in memory are wrong are removed from there."""
 
@@ -111,7 +111,7 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.FetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.FetchResponse], _abc.AsyncIterator[_kvstore_pb2.FetchResponse]]:
-        """For other stores: sends blocks that it has, each as one UCX message. Says which it has not, and ends when the others have been taken."""
+        """For other stores: sends blocks that it has, each as a UCX message, or several as one. Says which it has not, and ends when the others have been taken."""
 
     @_abc_1.abstractmethod
     def Suspect(

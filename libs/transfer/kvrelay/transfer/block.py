@@ -1,5 +1,6 @@
 """A stored KV block: 16 tokens in all layers, and what must be known of its bytes before a model may read them."""
 
+import functools
 import struct
 
 import msgspec
@@ -49,7 +50,12 @@ def checksum(info: BlockInfo, payload: memoryview) -> int:
 
     Any bit, order, length, id, dtype or encoding that differs changes it.
     """
-    texts = (info.fingerprint, info.shape, info.dtype, info.encoding)
-    bound = b"\0".join((info.id, *(text.encode() for text in texts)))
     head = struct.pack("<QQ", CHECKSUM_VERSION, len(payload))
-    return xxhash.xxh3_64_intdigest(head + leaves(payload) + bound)
+    kind = _kind(info.fingerprint, info.shape, info.dtype, info.encoding)
+    return xxhash.xxh3_64_intdigest(head + leaves(payload) + info.id + kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _kind(*texts: str) -> bytes:
+    """What blocks of one model have in common."""
+    return b"".join(b"\0" + text.encode() for text in texts)

@@ -81,4 +81,4 @@ class Arena:
 
 def rounded(num_bytes: int) -> int:
     """What a part of so many bytes takes."""
-    return max(ALIGNMENT, -(-num_bytes // ALIGNMENT) * ALIGNMENT)
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT

@@ -18,7 +18,7 @@ from kvrelay.kvstore.level import HIGH_SHARE, Counters, Level, Offer
 from kvrelay.kvstore.memory import MemoryTier, Slot
 from kvrelay.kvstore.promotion import Coming, Promotions
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, Sinking, Tier, TierFailed
-from kvrelay.transfer.block import BlockInfo, checksum
+from kvrelay.transfer.block import BlockInfo
 
 log = logging.getLogger(__name__)
 
@@ -175,10 +175,6 @@ class Chain:
         elif not coming.cancel() and not coming.cancelled() and (slot := coming.result()) is not None:
             self.release(slot)
 
-    def data(self, slot: Slot) -> memoryview:
-        """The bytes of a slot. To be released."""
-        return self.memory.data(slot)
-
     def release(self, slot: Slot) -> None:
         self.memory.unpin(slot)
         self._promotions.roomier.set()
@@ -193,8 +189,7 @@ class Chain:
 
     def verify(self, slot: Slot) -> bool:
         """Whether a pinned block's bytes are still what was committed; where not, it is removed from memory."""
-        with self.memory.data(slot) as data:
-            whole = checksum(slot.info, data) == slot.info.checksum
+        whole = self.memory.is_whole(slot)
         if not whole:
             self.distrust(slot)
         return whole

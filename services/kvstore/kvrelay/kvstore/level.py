@@ -1,15 +1,17 @@
 """A tier of the chain, and how it has been: what it did, how fast it reads of late, whether it is to be left alone."""
 
 import asyncio
+import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvrelay.common.errors import KvrelayError
 from kvrelay.common.ids import BlockId
+from kvrelay.kvstore.memory import MemoryTier, Slot
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, Tier, TierFailed
 from kvrelay.transfer.block import BlockInfo
 
@@ -129,8 +131,8 @@ class Source(Protocol):
     run_bytes: int
     """That it is best asked for at once; a block that is larger comes alone."""
 
-    async def get(self, infos: Sequence[BlockInfo], into: Sequence[memoryview]) -> Sequence[KvrelayError | None]:
-        """Each into the first bytes of its own room. What has become of each: None where it is there, verified; Missing, Corrupt or
+    async def get(self, memory: MemoryTier, slots: Sequence[Slot]) -> Sequence[KvrelayError | None]:
+        """Each slot's block to where it lies in `memory`. What has become of each: None where it is there, verified; Missing, Corrupt or
         TierFailed. Once it returns, or raises, nothing is written there any more."""
         ...
 
@@ -155,17 +157,20 @@ class LevelSource:
         self.health: Health = level
         self._tier = level.tier
 
-    async def get(self, infos: Sequence[BlockInfo], into: Sequence[memoryview]) -> Sequence[KvrelayError | None]:
-        return [await outcome_of(self._tier.get(info.id, room)) for info, room in zip(infos, into, strict=True)]
+    async def get(self, memory: MemoryTier, slots: Sequence[Slot]) -> Sequence[KvrelayError | None]:
+        return [await outcome(memory, slot, functools.partial(self._tier.get, slot.info.id)) for slot in slots]
 
     def failed(self, error: KvrelayError) -> None:
         self.health.failed(error)
 
 
-async def outcome_of(getting: Awaitable[object]) -> KvrelayError | None:
-    """Of a tier's `get`: what it raised of what it may raise."""
-    try:
-        await getting
-    except (Missing, Corrupt, TierFailed) as error:
-        return error
+async def outcome(
+    memory: MemoryTier, slot: Slot, get: Callable[[memoryview], Awaitable[object]]
+) -> KvrelayError | None:
+    """Of a tier's `get` into a slot: what it raised of what it may raise."""
+    with memory.data(slot) as data:
+        try:
+            await get(data)
+        except (Missing, Corrupt, TierFailed) as error:
+            return error
     return None

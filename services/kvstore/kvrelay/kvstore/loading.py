@@ -40,14 +40,17 @@ class _Ahead(NamedTuple):
 
 
 class Loading:
-    """Of the blocks `ids`, up to the first that cannot be had or read. `give` hands a block and a pin of it over; before, both are
-    the loading's own."""
+    """Of the blocks of the chain `ids` from `first` on, up to the first that cannot be had or read. `give` hands a block and a pin of it
+    over; before, both are the loading's own."""
 
-    def __init__(self, supply: Supply, ids: Sequence[BlockId], reader: Reader, give: Callable[[Slot], None]) -> None:
+    def __init__(
+        self, supply: Supply, ids: Sequence[BlockId], first: int, reader: Reader, give: Callable[[Slot], None]
+    ) -> None:
         self._supply = supply
         self._reader = reader
         self._give = give
-        self._rest = deque(ids)
+        self._ids = ids
+        self._rest = deque(ids[first:])
         self._ahead: deque[_Ahead] = deque()
         self._ahead_bytes = 0
         self._limit = FIRST_BLOCKS
@@ -59,8 +62,7 @@ class Loading:
             while self._ahead or self._rest:
                 self._look_ahead()
                 if not self._ahead:
-                    if self._rest:
-                        await self._reader.let_go()
+                    await self._wait()
                     continue
                 slot = await self._following()
                 if slot is None:
@@ -73,6 +75,15 @@ class Loading:
             for ahead in self._ahead:
                 self._supply.drop(ahead.coming)
 
+    async def _wait(self) -> None:
+        """For what keeps it from looking ahead, if anything does."""
+        if not self._rest:
+            return
+        if self._supply.doubts(self._rest[0]):
+            await self._supply.look(self._ids, len(self._ids) - len(self._rest))
+        else:
+            await self._reader.let_go()
+
     def _look_ahead(self) -> None:
         if len(self._ahead) > self._limit // 2 or self._ahead_bytes > AHEAD_BYTES // 2:
             return
@@ -82,7 +93,8 @@ class Loading:
             block_id = self._rest[0]
             found = self._supply.find(block_id)
             if found is None:
-                self._rest.clear()
+                if not self._supply.doubts(block_id):
+                    self._rest.clear()
                 return
             size = rounded(found[0].size)
             if not self._reader.fits(self._ahead_bytes, size):

@@ -12,7 +12,7 @@ import msgspec
 from kvrelay.common.ids import BlockId
 from kvrelay.kvstore.arena import Arena, rounded
 from kvrelay.kvstore.policy import Policy
-from kvrelay.transfer.block import BlockInfo
+from kvrelay.transfer.block import BlockInfo, checksum
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -140,3 +140,8 @@ class MemoryTier:
     def data(self, slot: Slot) -> memoryview:
         """For its owner or who has it pinned. To be released."""
         return self.arena.part(slot.offset, slot.info.size)
+
+    def is_whole(self, slot: Slot) -> bool:
+        """Whether its bytes have its checksum; for its owner or who has it pinned."""
+        with self.data(slot) as data:
+            return checksum(slot.info, data) == slot.info.checksum

@@ -63,7 +63,7 @@ class Node:
 
     async def _meet(self) -> Peers:
         settings = self._settings
-        arrivals = Arrivals()
+        arrivals = Arrivals(self.chain.memory.arena)
         self.sender, fetcher = None, None
         transport = self._transport = make_transport(settings)
         if transport is not None:

@@ -153,16 +153,16 @@ class Arc:
         if not self._page_bytes:
             self._page_bytes = size
             self._target = self._start * self._pages(self.limit_bytes)
-        self._adapt(block_id)
         if ghosts is None:
             self.t1.add(block_id, size)
         else:
+            self._adapt(block_id)
             self._drop(ghosts, block_id)
             self.t2.add(block_id, size)
         self._trim()
 
     def used(self, block_id: BlockId) -> None:
-        holder = self.t1 if block_id in self.t1 else self.t2
+        holder = self.t1 if block_id in self.t1.sizes else self.t2
         self.t2.add(block_id, holder.take(block_id))
 
     def victim(self, incoming: BlockId, evictable: Evictable) -> BlockId | None:
@@ -199,9 +199,9 @@ class Arc:
 
     def _trim(self) -> None:
         """Drops the oldest ghosts until both bounds hold."""
-        while self.b1 and self.t1.num_bytes + self.b1.num_bytes > self.limit_bytes:
+        while self.b1.sizes and self.t1.num_bytes + self.b1.num_bytes > self.limit_bytes:
             self._drop(self.b1, next(iter(self.b1)))
-        while self.b2 and sum(blocks.num_bytes for blocks in self._lists()) > 2 * self.limit_bytes:
+        while self.b2.sizes and sum(blocks.num_bytes for blocks in self._lists()) > 2 * self.limit_bytes:
             self._drop(self.b2, next(iter(self.b2)))
 
     def _pages(self, num_bytes: int) -> float:
@@ -211,7 +211,10 @@ class Arc:
         return self.t1, self.t2, self.b1, self.b2
 
     def _find(self, block_id: BlockId) -> SizedList | None:
-        return next((blocks for blocks in self._lists() if block_id in blocks), None)
+        for blocks in self._lists():
+            if block_id in blocks.sizes:
+                return blocks
+        return None
 
     def _drop(self, blocks: SizedList, block_id: BlockId) -> None:
         blocks.take(block_id)

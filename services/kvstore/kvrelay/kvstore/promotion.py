@@ -13,7 +13,7 @@ from kvrelay.common.errors import KvrelayError
 from kvrelay.common.ids import BlockId
 from kvrelay.common.tasks import end_task
 from kvrelay.kvstore.level import Counters, Health, Level, LevelSource, Offer, Source
-from kvrelay.kvstore.memory import Slot
+from kvrelay.kvstore.memory import MemoryTier, Slot
 from kvrelay.kvstore.tiers.base import Corrupt, Missing, TierFailed
 from kvrelay.transfer.block import BlockInfo
 
@@ -26,14 +26,14 @@ Coming = asyncio.Future[Slot | None]
 """A block, pinned for the one who waits for it; None where it cannot be had."""
 
 
-class Memory(Protocol):
+class Store(Protocol):
     """Where blocks go. See `chain.Chain`."""
+
+    memory: MemoryTier
 
     def allocate(self, info: BlockInfo) -> Slot | None: ...
 
     def has(self, block_id: BlockId) -> bool: ...
-
-    def data(self, slot: Slot) -> memoryview: ...
 
     def commit(self, slot: Slot, checksum: int) -> None: ...
 
@@ -48,11 +48,11 @@ class Promotions:
     """A slot is this one's from when there is room for its block until that is whole or given up. Readings end only by `close`: a block
     that no one waits for any more comes all the same."""
 
-    def __init__(self, memory: Memory, levels: Sequence[Level], counters: Counters) -> None:
+    def __init__(self, store: Store, levels: Sequence[Level], counters: Counters) -> None:
         """`counters`: of memory."""
         self.roomier = asyncio.Event()
         """Something of memory has been let go."""
-        self._memory = memory
+        self._store = store
         self._levels = [(level, LevelSource(level)) for level in levels]
         self._counters = counters
         self._waiting: dict[BlockId, list[Coming]] = {}
@@ -91,7 +91,7 @@ class Promotions:
                 if info is not None:
                     if not await self._fetch(source, [info]):
                         return
-                    self._memory.moved(info)
+                    self._store.moved(info)
             if elsewhere is not None:
                 await self._fetch(elsewhere.source, [elsewhere.info])
         finally:
@@ -120,7 +120,7 @@ class Promotions:
         """Who waits has the block, if it is in memory now."""
         for coming in self._waiting.pop(block_id, ()):
             if not coming.done():
-                slot = self._memory.take(block_id)
+                slot = self._store.take(block_id)
                 self._counters.misses += slot is None
                 coming.set_result(slot)
 
@@ -150,10 +150,10 @@ class Promotions:
         """For the first of them that there is room for now, which it takes out. What others have written, or write, is settled."""
         slots = []
         while rest:
-            slot = self._memory.allocate(rest[0])
+            slot = self._store.allocate(rest[0])
             if slot is not None:
                 slots.append(slot)
-            elif self._memory.has(rest[0].id):
+            elif self._store.has(rest[0].id):
                 self._settle(rest[0].id)
             else:
                 break
@@ -184,28 +184,25 @@ class Promotions:
         finally:  # cancelled as well: then nothing more is written into them
             for slot, outcome in zip(slots, outcomes, strict=True):
                 if outcome is None:
-                    self._memory.commit(slot, slot.info.checksum)
+                    self._store.commit(slot, slot.info.checksum)
                     self._settle(slot.info.id)
                 else:
-                    self._memory.give_up(slot)
+                    self._store.give_up(slot)
                     lost.append(slot.info)
         return lost
 
     async def _read(self, source: Source, slots: Sequence[Slot]) -> Sequence[KvrelayError | None]:
         health = source.health
-        views = [self._memory.data(slot) for slot in slots]
         started = time.monotonic()
         health.pace.begin(started)
         num_bytes = 0
         try:
-            outcomes = await source.get([slot.info for slot in slots], views)
+            outcomes = await source.get(self._store.memory, slots)
             num_bytes = sum(slot.info.size for slot, outcome in zip(slots, outcomes, strict=True) if outcome is None)
         finally:
             ended = time.monotonic()
             health.counters.seconds_reading += ended - started
             health.pace.end(ended, num_bytes)
-            for view in views:
-                view.release()
         health.counters.bytes_read += num_bytes
         for outcome in outcomes:
             _count(health, source, outcome)

@@ -160,7 +160,7 @@ class Session:
         if self._supply.lacks(ids, first):
             await self._supply.look(ids, first)
         if not self.leaving:
-            await Loading(self._supply, ids[first:], self, functools.partial(self._give, call)).run()
+            await Loading(self._supply, ids, first, self, functools.partial(self._give, call)).run()
 
     def _work(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

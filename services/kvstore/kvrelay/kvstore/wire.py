@@ -91,7 +91,7 @@ def wanted_from_proto(request: pb.FetchRequest) -> list[Wanted]:
         raise InvalidRequest(f"blocks must be at most {MAX_FETCHED}, and their tags different", "blocks")
     if any(len(block.id) != ID_BYTES for block in request.blocks):
         raise InvalidRequest(f"ids must have {ID_BYTES} bytes", "blocks.id")
-    return [Wanted(BlockId(block.id), block.tag, block.size, block.checksum) for block in request.blocks]
+    return [Wanted(BlockId(block.id), block.tag, block.size, block.checksum, block.joined) for block in request.blocks]
 
 
 def reply_to_proto(reply: Reply) -> pb.AttachResponse:

@@ -1,6 +1,7 @@
 """Where other nodes' blocks are, by the index, and how to get at them: out of a store's memory, or out of a bucket that both use."""
 
 import asyncio
+import functools
 import logging
 import random
 import time
@@ -12,8 +13,9 @@ from kvrelay.common.ids import BlockId, NodeId
 from kvrelay.common.nodes import NodeDirectory, NodeRecord
 from kvrelay.common.tasks import end_task
 from kvrelay.kvstore.index import Entry, Index
-from kvrelay.kvstore.level import Health, Level, Offer, Source, outcome_of
+from kvrelay.kvstore.level import Health, Level, Offer, Source, outcome
 from kvrelay.kvstore.location import Location, node_key
+from kvrelay.kvstore.memory import MemoryTier, Slot
 from kvrelay.kvstore.peers.fetcher import Fetcher
 from kvrelay.kvstore.supply import Hello
 from kvrelay.kvstore.tiers.objectkey import block_key
@@ -46,8 +48,8 @@ class PeerSource:
     def usable(self) -> bool:
         return self._fetcher.usable(self._record)
 
-    async def get(self, infos: Sequence[BlockInfo], into: Sequence[memoryview]) -> Sequence[KvrelayError | None]:
-        return await self._fetcher.get(self._record, infos, into)
+    async def get(self, memory: MemoryTier, slots: Sequence[Slot]) -> Sequence[KvrelayError | None]:
+        return await self._fetcher.get(self._record, memory, slots)
 
     def failed(self, error: KvrelayError) -> None:
         """Only the one store is left alone, by the fetcher."""
@@ -69,8 +71,8 @@ class ObjectSource:
     def usable(self) -> bool:
         return self.health.healthy
 
-    async def get(self, infos: Sequence[BlockInfo], into: Sequence[memoryview]) -> Sequence[KvrelayError | None]:
-        return [await outcome_of(self._get(info, room)) for info, room in zip(infos, into, strict=True)]
+    async def get(self, memory: MemoryTier, slots: Sequence[Slot]) -> Sequence[KvrelayError | None]:
+        return [await outcome(memory, slot, functools.partial(self._get, slot.info)) for slot in slots]
 
     async def _get(self, info: BlockInfo, into: memoryview) -> None:
         await self._tier.get_at(block_key(self._prefix, info), info, into)

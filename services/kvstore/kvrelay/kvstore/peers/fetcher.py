@@ -9,10 +9,10 @@ from kvrelay.common.access import PodAccess
 from kvrelay.common.errors import KvrelayError, TransferFailed
 from kvrelay.common.ids import NodeId
 from kvrelay.common.nodes import NodeRecord
+from kvrelay.kvstore.memory import MemoryTier, Slot
 from kvrelay.kvstore.peers.arrivals import Arrivals
 from kvrelay.kvstore.peers.link import Link
 from kvrelay.kvstore.tiers.base import Corrupt, TierFailed
-from kvrelay.transfer.block import BlockInfo, checksum
 from kvrelay.transfer.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -35,21 +35,19 @@ class Fetcher:
         """It can send, and has not failed of late."""
         return bool(record.transfer_address) and time.monotonic() >= self._cool_until.get(record.node_id, 0.0)
 
-    async def get(
-        self, record: NodeRecord, infos: Sequence[BlockInfo], into: Sequence[memoryview]
-    ) -> list[KvrelayError | None]:
+    async def get(self, record: NodeRecord, memory: MemoryTier, slots: Sequence[Slot]) -> list[KvrelayError | None]:
         """As `Source.get`, of another store's memory."""
         try:
             link = await self._link(record)
         except TransferFailed as error:
-            return [await self._leave_alone(record, error)] * len(infos)
-        outcomes = await link.get(infos, into)
+            return [await self._leave_alone(record, error)] * len(slots)
+        outcomes = await link.get(slots)
         damaged = []
-        for place, (info, room) in enumerate(zip(infos, into, strict=True)):
-            outcome = outcomes[place]
+        for place, slot in enumerate(slots):
+            outcome, info = outcomes[place], slot.info
             if isinstance(outcome, TransferFailed):
                 outcomes[place] = await self._leave_alone(record, outcome)
-            elif outcome is None and checksum(info, room[: info.size]) != info.checksum:
+            elif outcome is None and not memory.is_whole(slot):
                 outcomes[place] = Corrupt(f"block {info.id.hex()} came damaged from {record.node_id}")
                 damaged.append(info.id)
         if damaged:

@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
 
 from kvrelay.common.access import PodAccess
 from kvrelay.common.errors import KvrelayError, TransferFailed
@@ -20,9 +19,9 @@ from kvrelay.common.ids import BlockId
 from kvrelay.common.nodes import NodeRecord
 from kvrelay.common.rpc import CHANNEL_OPTIONS, from_rpc_error
 from kvrelay.common.tasks import end_task
+from kvrelay.kvstore.memory import Slot
 from kvrelay.kvstore.peers.arrivals import Arrival, Arrivals
 from kvrelay.kvstore.tiers.base import Missing
-from kvrelay.transfer.block import BlockInfo
 from kvrelay.transfer.transport import Peer, Transport
 from kvrelay.v1 import kvstore_pb2 as pb
 from kvrelay.v1 import kvstore_pb2_grpc
@@ -34,20 +33,18 @@ BATCH_BLOCKS = 64
 SENDING_SECONDS = 10.0
 """For which the other store may try to send what it was asked for."""
 
-Wanted = tuple[BlockInfo, Arrival]
-
 
 class _Run:
-    """Messages that are waited for together. Times are the loop's."""
+    """Blocks that are waited for together. Times are the loop's."""
 
-    def __init__(self, since: float, num_messages: int) -> None:
+    def __init__(self, since: float, num_blocks: int) -> None:
         self.since = since
         self.moved = 0.0
         """When one of them came last."""
         self.arrivals: Sequence[Arrival] = ()
         loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = loop.create_future()
-        self._left = num_messages
+        self._left = num_blocks
         self._loop = loop
 
     def ended(self, arrival: Arrival) -> None:
@@ -81,7 +78,7 @@ class Link:
         self._peer: Peer = transport.connect(record.transfer_address, lambda error: self.cut())
         self._channel = access.channel(record.grpc_address, CHANNEL_OPTIONS)
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)
-        self._waiting: list[Wanted] = []
+        self._waiting: list[Arrival] = []
         """To be asked for in the loop's next turn, together."""
         self._under_way: dict[_Run, None] = {}
         """The longest first."""
@@ -91,24 +88,20 @@ class Link:
         """While something is under way, and a while after."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def get(self, infos: Sequence[BlockInfo], into: Sequence[memoryview]) -> list[KvrelayError | None]:
-        """What has become of each: None where its bytes have come; Missing, TransferFailed. When it returns or raises, nothing writes
-        into `into` any more."""
+    async def get(self, slots: Sequence[Slot]) -> list[KvrelayError | None]:
+        """What has become of each one's block: None where its bytes have come; Missing, TransferFailed. When it returns or raises,
+        nothing writes there any more."""
         if self.closed:
-            return [TransferFailed("the link is cut")] * len(infos)
+            return [TransferFailed("the link is cut")] * len(slots)
         loop = asyncio.get_running_loop()
-        # Of views of its own, so that the caller's can be released.
-        buffers = [
-            np.frombuffer(memoryview(room), np.uint8)[: info.size] for info, room in zip(infos, into, strict=True)
-        ]
-        run = _Run(loop.time(), len(buffers))
-        run.arrivals = self._arrivals.expect(buffers, run.ended)
+        run = _Run(loop.time(), len(slots))
+        run.arrivals = self._arrivals.expect(slots, run.ended)
         self._under_way[run] = None
         if self._watch is None:
             self._watch = loop.call_later(self._seconds, self._look)
         if not self._waiting:
             loop.call_soon(self._ask)
-        self._waiting += zip(infos, run.arrivals, strict=True)
+        self._waiting += run.arrivals
         try:
             await asyncio.shield(run.over)
             self._moved = max(self._moved, run.moved)
@@ -172,31 +165,28 @@ class Link:
     # Parts.
 
     def _ask(self) -> None:
-        waiting = [wanted for wanted in self._waiting if not wanted[1].over]
+        waiting = [arrival for arrival in self._waiting if not arrival.over]
         self._waiting = []
         if not self.closed:
             for start in range(0, len(waiting), BATCH_BLOCKS):
                 self._begin(self._fetch(waiting[start : start + BATCH_BLOCKS]))
 
-    async def _fetch(self, batch: list[Wanted]) -> None:
+    async def _fetch(self, batch: Sequence[Arrival]) -> None:
         request = pb.FetchRequest(
             epoch=self.record.epoch,
             transfer_address=self._transport.address,
             link=self._number,
             timeout_ms=int(1000 * SENDING_SECONDS),
-            blocks=(
-                pb.FetchBlock(id=info.id, tag=arrival.tag, size=info.size, checksum=info.checksum)
-                for info, arrival in batch
-            ),
+            blocks=map(_wanted, batch, [None, *batch]),
         )
         try:
             async for answer in self._stub.Fetch(request, timeout=SENDING_SECONDS, metadata=self._metadata):
                 for place in answer.missing:
                     if place < len(batch):
-                        batch[place][1].fail(Missing(f"{self.record.node_id} has it no more"))
+                        batch[place].fail(Missing(f"{self.record.node_id} has it no more"))
         except grpc.aio.AioRpcError as error:
             failure = TransferFailed(from_rpc_error(error).message)
-            for _, arrival in batch:
+            for arrival in batch:
                 arrival.fail(failure)
 
     async def _say_suspect(self, ids: bytes) -> None:
@@ -209,3 +199,9 @@ class Link:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _wanted(arrival: Arrival, before: Arrival | None) -> pb.FetchBlock:
+    info = arrival.slot.info
+    joined = before is not None and before.behind is arrival
+    return pb.FetchBlock(id=info.id, tag=arrival.tag, size=info.size, checksum=info.checksum, joined=joined)

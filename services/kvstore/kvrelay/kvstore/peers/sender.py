@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -25,12 +25,14 @@ MAX_SECONDS = 60.0
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A block, and the message that it becomes. One with another size or checksum is another block."""
+    """A block, and the tag of its message. One with another size or checksum is another block."""
 
     id: BlockId
     tag: int
     size: int
     checksum: int
+    joined: bool
+    """It may come behind the block before it, in the same message."""
 
 
 class _Request:
@@ -46,8 +48,8 @@ class _Request:
     def is_over(self) -> bool:
         return not self._left and not self._missing
 
-    def sent(self) -> None:
-        self._left -= 1
+    def sent(self, num_blocks: int) -> None:
+        self._left -= num_blocks
         if not self._left:
             self._news.set()
 
@@ -103,13 +105,17 @@ class Sender:
         loads: list[Coming] = []
         self._num_requests += 1
         try:
+            here: list[Slot | None] = []
             for place, wanted in enumerate(blocks):
                 coming = self._chain.bring(wanted.id)
                 if isinstance(coming, Slot):
-                    self._send(request, peer, place, wanted, coming)
+                    here.append(self._checked(request, place, wanted, coming))
                 else:
                     coming.add_done_callback(functools.partial(self._loaded, request, peer, place, wanted))
                     loads.append(coming)
+                    here.append(None)
+            for tag, slots in _messages(blocks, here):
+                self._send(request, peer, tag, slots)
             while not request.is_over:
                 missing = await request.missing(deadline)
                 if missing:
@@ -125,26 +131,32 @@ class Sender:
     def _loaded(self, request: _Request, peer: Peer, place: int, wanted: Wanted, load: Coming) -> None:
         if load.cancelled():
             return
-        if (slot := load.result()) is not None:
-            self._send(request, peer, place, wanted, slot)
-        else:
+        if (slot := load.result()) is None:
             request.missed(place)
+        elif (slot := self._checked(request, place, wanted, slot)) is not None:
+            self._send(request, peer, wanted.tag, [slot])
 
-    def _send(self, request: _Request, peer: Peer, place: int, wanted: Wanted, slot: Slot) -> None:
-        """Takes over the pin."""
-        if (slot.info.size, slot.info.checksum) != (wanted.size, wanted.checksum):
-            self._chain.release(slot)
-            request.missed(place)
-            return
-        sent = peer.send(wanted.tag, self._arena[slot.offset : slot.offset + wanted.size])
-        sent.add_done_callback(functools.partial(self._sent, request, slot))
-
-    def _sent(self, request: _Request, slot: Slot, sent: "asyncio.Future[None]") -> None:
+    def _checked(self, request: _Request, place: int, wanted: Wanted, slot: Slot) -> Slot | None:
+        """The slot, if it has what is wanted; else its pin goes."""
+        if (slot.info.size, slot.info.checksum) == (wanted.size, wanted.checksum):
+            return slot
         self._chain.release(slot)
+        request.missed(place)
+        return None
+
+    def _send(self, request: _Request, peer: Peer, tag: int, slots: Sequence[Slot]) -> None:
+        """As one message. Takes over the pins."""
+        end = slots[-1].offset + slots[-1].info.size
+        sent = peer.send(tag, self._arena[slots[0].offset : end])
+        sent.add_done_callback(functools.partial(self._sent, request, slots))
+
+    def _sent(self, request: _Request, slots: Sequence[Slot], sent: "asyncio.Future[None]") -> None:
+        for slot in slots:
+            self._chain.release(slot)
         if (error := sent.exception()) is not None:
             request.failed(error)
         else:
-            request.sent()
+            request.sent(len(slots))
 
     def _peer(self, address: bytes, link: int) -> Peer:
         """Raises TransferFailed."""
@@ -172,3 +184,18 @@ class Sender:
             peer.close()
         self._peers.clear()
         del self._arena
+
+
+def _messages(blocks: Sequence[Wanted], here: Sequence[Slot | None]) -> Iterator[tuple[int, list[Slot]]]:
+    """Tags, and what goes as one: blocks that lie one behind the other, here and where they go."""
+    tag, message = 0, list[Slot]()
+    for wanted, slot in zip(blocks, here, strict=True):
+        joined = wanted.joined and message and slot and message[-1].offset + message[-1].info.size == slot.offset
+        if message and not joined:
+            yield tag, message
+            message = []
+        if slot is not None:
+            tag = tag if message else wanted.tag
+            message.append(slot)
+    if message:
+        yield tag, message
