@@ -142,7 +142,7 @@ async def _objects(server: S3Server, count: int, size: int, runs: int, concurren
     )
     await tier.open()
     into = [np.empty(size, np.uint8) for _ in range(count)]
-    payload = sets[0][1]
+    infos, payload = sets[0]
 
     async def raw_put(i: int) -> None:
         await client.put_async(f"raw/{i}", payload[i].data, use_multipart=False)
@@ -150,6 +150,10 @@ async def _objects(server: S3Server, count: int, size: int, runs: int, concurren
     async def raw_get(i: int) -> None:
         answer = await client.get_async(f"raw/{i}")
         np.copyto(into[i], np.frombuffer(await answer.bytes_async(), np.uint8))
+
+    async def check() -> None:
+        for data in into:
+            checksum(infos[0], data.data)
 
     def all_raw(work: Callable[[int], object]) -> Callable[[], object]:
         return functools.partial(all_of, concurrency, [functools.partial(work, i) for i in range(count)])
@@ -166,7 +170,7 @@ async def _objects(server: S3Server, count: int, size: int, runs: int, concurren
     each = range(runs + 1)
     try:
         puts = await compare("s3 put", count * size, runs, [put(run) for run in each], all_raw(raw_put))
-        gets = await compare("s3 get", count * size, runs, [get(run) for run in each], all_raw(raw_get))
+        gets = await compare("s3 get", count * size, runs, [get(run) for run in each], all_raw(raw_get), check)
     finally:
         await tier.close()
     return [puts, gets]

@@ -1,5 +1,7 @@
 """Blocks out of another node's memory over UCX, against UCX alone between two processes.
 
+UCX alone sends each block as a message of its own; the store sends several as one where they lie together.
+
 Both read bytes that lie in as much memory as there are blocks, and write to where something was written before: what a page costs
 when it is touched first is in neither. Looking up where the blocks are is `lookup`'s to measure.
 

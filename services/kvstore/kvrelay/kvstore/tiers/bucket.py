@@ -257,11 +257,7 @@ class Bucket:
 
     async def _call(self, what: str, slots: asyncio.Semaphore, start: Callable[[], Awaitable[T]], deadline: float) -> T:
         self._breaker.check()
-        try:
-            async with asyncio.timeout_at(deadline):
-                await slots.acquire()
-        except TimeoutError:
-            raise Refused(f"{what}: too many requests are before it") from None
+        await _acquire(what, slots, deadline)
         try:
             self._breaker.check()
             result = await self._repeat(what, start, deadline, self._attempts)
@@ -312,6 +308,17 @@ class Bucket:
         if 400 <= status < 500 and status not in (408, 429):
             return _Failure(reason, refused=True)
         return _Failure(reason, transient=isinstance(error, GenericError | OSError))
+
+
+async def _acquire(what: str, slots: asyncio.Semaphore, deadline: float) -> None:
+    if not slots.locked():  # as a rule; then nothing waits, and no clock is needed
+        await slots.acquire()
+        return
+    try:
+        async with asyncio.timeout_at(deadline):
+            await slots.acquire()
+    except TimeoutError:
+        raise Refused(f"{what}: too many requests are before it") from None
 
 
 def short(key: str) -> str:
