@@ -85,9 +85,11 @@ class Node:
         return True
 
     async def settled(self) -> None:
-        """The sinks have nothing to do."""
+        """The sinks have nothing to do. A sink hears a few turns of the loop later that its tier is done."""
+        quiet = 0
         async with asyncio.timeout(10):
-            while self._working():
+            while quiet < 4:
+                quiet = 0 if self._working() else quiet + 1
                 await asyncio.sleep(0.001)
 
     def _working(self) -> bool:
