@@ -54,6 +54,8 @@ class Loading:
         self._ahead: deque[_Ahead] = deque()
         self._ahead_bytes = 0
         self._limit = FIRST_BLOCKS
+        self._asked_at = -1
+        """From which block on it has asked where they can be had. What others hold is believed for a while only: it may have to ask again."""
 
     async def run(self) -> None:
         """Cancelled, it lets go what was not given."""
@@ -77,12 +79,16 @@ class Loading:
 
     async def _wait(self) -> None:
         """For what keeps it from looking ahead, if anything does."""
+        at = len(self._ids) - len(self._rest)
         if not self._rest:
             return
-        if self._supply.doubts(self._rest[0]):
-            await self._supply.look(self._ids, len(self._ids) - len(self._rest))
-        else:
+        if self._supply.find(self._ids[at]) is not None:
             await self._reader.let_go()
+        elif self._asked_at < at:
+            self._asked_at = at
+            await self._supply.look(self._ids, at)
+        else:
+            self._rest.clear()
 
     def _look_ahead(self) -> None:
         if len(self._ahead) > self._limit // 2 or self._ahead_bytes > AHEAD_BYTES // 2:
@@ -93,8 +99,6 @@ class Loading:
             block_id = self._rest[0]
             found = self._supply.find(block_id)
             if found is None:
-                if not self._supply.doubts(block_id):
-                    self._rest.clear()
                 return
             size = rounded(found[0].size)
             if not self._reader.fits(self._ahead_bytes, size):

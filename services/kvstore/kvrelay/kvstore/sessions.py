@@ -157,8 +157,6 @@ class Session:
         task.add_done_callback(functools.partial(self._load_ended, call))
 
     async def _load(self, call: int, first: int, ids: Sequence[BlockId]) -> None:
-        if self._supply.lacks(ids, first):
-            await self._supply.look(ids, first)
         if not self.leaving:
             await Loading(self._supply, ids, first, self, functools.partial(self._give, call)).run()
 

@@ -90,17 +90,11 @@ class Supply:
         """Whether there is reason to `look`."""
         return self._elsewhere.exists and not all(self.find(block_id) for block_id in ids[first:])
 
-    def doubts(self, block_id: BlockId) -> bool:
-        """It was known to be elsewhere, too long ago to be believed: there is reason to `look` again."""
-        return block_id in self._known and self.find(block_id) is None
-
     async def look(self, ids: Sequence[BlockId], first: int) -> None:
         """Asks where those blocks of the chain can be had that are not here: from then on they are found. Bounded."""
         in_heads = heads(ids)
         missing = [(in_heads[at], ids[at]) for at in range(first, len(ids)) if self.find(ids[at]) is None]
         found = await self._elsewhere.locate(missing, self._hello)
-        for _, block_id in missing:
-            self._known.pop(block_id, None)
         now = time.monotonic()
         if len(self._known) > MAX_KNOWN:
             self._known = {block_id: known for block_id, known in self._known.items() if known[0] > now}

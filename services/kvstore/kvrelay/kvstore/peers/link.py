@@ -28,7 +28,7 @@ from kvrelay.v1 import kvstore_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-BATCH_BLOCKS = 64
+BATCH_BLOCKS = 128
 """That are asked for at once, at most."""
 SENDING_SECONDS = 10.0
 """For which the other store may try to send what it was asked for."""
