@@ -55,7 +55,7 @@ class Loading:
         self._ahead_bytes = 0
         self._limit = FIRST_BLOCKS
         self._asked_at = -1
-        """From which block on it has asked where they can be had. What others hold is believed for a while only: it may have to ask again."""
+        """From which block on it has asked last where they can be had. What others hold is believed for a while only."""
 
     async def run(self) -> None:
         """Cancelled, it lets go what was not given."""
@@ -79,9 +79,9 @@ class Loading:
 
     async def _wait(self) -> None:
         """For what keeps it from looking ahead, if anything does."""
-        at = len(self._ids) - len(self._rest)
         if not self._rest:
             return
+        at = len(self._ids) - len(self._rest)
         if self._supply.find(self._ids[at]) is not None:
             await self._reader.let_go()
         elif self._asked_at < at:

@@ -77,6 +77,7 @@ class Promotions:
 
     async def close(self) -> None:
         """Who waits waits in vain."""
+        self._asked.clear()
         for task in tuple(self._tasks):
             await end_task(task)
         for block_id in tuple(self._waiting):
