@@ -5,11 +5,12 @@ import asyncio
 import dataclasses
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 import safetensors.torch
 
@@ -19,8 +20,10 @@ from kvrelay.engine.build import build
 from kvrelay.engine.config import EngineConfig, KvStoreOptions
 from kvrelay.engine.connector.port import KvStorePort, identity_of, make_connector
 from kvrelay.engine.messages import PromptComputed
+from kvrelay.v1 import kvstore_pb2 as pb
+from kvrelay.v1 import kvstore_pb2_grpc
 from tests.connector.hostile import until
-from tests.connector.stores import StoreProcess, running
+from tests.connector.stores import StoreProcess
 from tests.exactness.reference import Reference, References
 from tests.exactness.small import make
 
@@ -122,10 +125,29 @@ def small_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return make(tmp_path_factory.mktemp("small") / "model", model_dir)
 
 
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[StoreProcess]:
-    async with running(tmp_path) as store:
+@pytest.fixture(scope="module")
+def exact(small_dir: Path) -> tuple[int, ...]:
+    """The answer in float32."""
+    return asyncio.run(cold(small_dir))
+
+
+@pytest.fixture(scope="module")
+def one_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
+    store = StoreProcess(tmp_path_factory.mktemp("store"), memory_bytes=4 << 20)
+    try:
+        asyncio.run(store.start())
         yield store
+    finally:
+        store.kill()
+
+
+@pytest.fixture
+async def store(one_store: StoreProcess) -> StoreProcess:
+    """Empty."""
+    async with grpc.aio.insecure_channel(one_store.address) as channel:
+        await kvstore_pb2_grpc.KvStoreStub(channel).Remove(pb.RemoveRequest(all=True))
+    assert sum(tier.num_blocks for tier in (await one_store.stat()).tiers) == 0
+    return one_store
 
 
 def other_weights(folder: Path) -> None:
@@ -151,22 +173,21 @@ def other_rope(folder: Path) -> None:
 
 @pytest.mark.parametrize("change", [other_weights, other_tokenizer, other_rope])
 async def test_models_that_differ_share_nothing(
-    store: StoreProcess, small_dir: Path, tmp_path: Path, change: Callable[[Path], None]
+    store: StoreProcess, small_dir: Path, exact: tuple[int, ...], tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     other = shutil.copytree(small_dir, tmp_path / "other")
     change(other)
-    first, second = await cold(small_dir), await cold(other)
-    assert (first != second) == (change is other_rope), "of the three only this one is meant to show in the answer"
+    second = await cold(other)
+    assert (exact != second) == (change is other_rope), "of the three only this one is meant to show in the answer"
     for found in (0, FOUND):
-        assert await answer(store, small_dir) == (first, found)
+        assert await answer(store, small_dir) == (exact, found)
         assert await answer(store, other) == (second, found)
 
 
-async def test_salts_that_differ_share_nothing(store: StoreProcess, small_dir: Path) -> None:
-    tokens = await cold(small_dir)
+async def test_salts_that_differ_share_nothing(store: StoreProcess, small_dir: Path, exact: tuple[int, ...]) -> None:
     for found in (0, FOUND):
         for salt in ("", "one", "two"):
-            assert await answer(store, small_dir, salt=salt) == (tokens, found), f"salt {salt!r}"
+            assert await answer(store, small_dir, salt=salt) == (exact, found), f"salt {salt!r}"
 
 
 COMPUTED = Kind(engine={"dtype": "bfloat16"})
@@ -174,26 +195,29 @@ KEPT = Kind(engine={"kv_dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize("other", [COMPUTED, KEPT, Kind(stored="float8_e4m3")], ids=["computed", "kept", "stored"])
-async def test_what_is_of_another_dtype_is_a_miss(store: StoreProcess, small_dir: Path, other: Kind) -> None:
-    """Where a pod was not told that it may take it; whoever of the two comes first."""
-    tokens = await cold(small_dir)
+async def test_what_is_of_another_dtype_is_a_miss(
+    store: StoreProcess, small_dir: Path, exact: tuple[int, ...], other: Kind
+) -> None:
+    """Where a pod was not told that it may take it."""
     assert await answer(store, small_dir, other) == (await cold(small_dir, other), 0)
-    assert await answer(store, small_dir) == (tokens, 0)
+    assert await answer(store, small_dir) == (exact, 0)
 
 
 @pytest.mark.parametrize("other", [COMPUTED, KEPT], ids=["computed", "kept"])
-async def test_what_is_exact_is_a_miss_for_another_dtype(store: StoreProcess, small_dir: Path, other: Kind) -> None:
-    tokens = await cold(small_dir)
-    assert await answer(store, small_dir) == (tokens, 0)
+async def test_what_is_exact_is_a_miss_for_another_dtype(
+    store: StoreProcess, small_dir: Path, exact: tuple[int, ...], other: Kind
+) -> None:
+    assert await answer(store, small_dir) == (exact, 0)
     assert await answer(store, small_dir, other) == (await cold(small_dir, other), 0)
-    assert await answer(store, small_dir) == (tokens, FOUND), "it lies there as before"
+    assert await answer(store, small_dir) == (exact, FOUND), "it lies there as before"
 
 
 @pytest.mark.parametrize("size", [32, 48])
-async def test_another_block_size_is_converted(store: StoreProcess, small_dir: Path, size: int) -> None:
-    tokens, other = await cold(small_dir), Kind(engine={"block_size": size})
-    assert await answer(store, small_dir) == (tokens, 0)
-    assert await answer(store, small_dir, other) == (tokens, FOUND // size * size)
+async def test_another_block_size_is_converted(
+    store: StoreProcess, small_dir: Path, exact: tuple[int, ...], size: int
+) -> None:
+    assert await answer(store, small_dir) == (exact, 0)
+    assert await answer(store, small_dir, Kind(engine={"block_size": size})) == (exact, FOUND // size * size)
 
 
 @pytest.mark.parametrize(
