@@ -91,7 +91,7 @@ class Pod:
     async def get(self, connector: KvStoreConnector, ids: Sequence[BlockId]) -> None:
         load, here = connector.load(ids, 0, await connector.find(ids, 0)), 0
         while spans := await load.next():
-            whole = self.copier.load(spans, self.slots[here : here + len(spans)])
+            whole, _ = self.copier.load(spans, self.slots[here : here + len(spans)])
             load.release(spans)
             here += whole
         load.close()

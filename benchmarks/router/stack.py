@@ -97,6 +97,10 @@ def running(model: Path, pods: str, step_ms: float, cores: Cores) -> Iterator[Ru
         stubs = start("pods", cores.rest, [*line, "--pods", pods, "--step-ms", str(step_ms)])
         line = [sys.executable, "-m", "kvrelay.router.main", "--redis-url", redis_url, "--model", str(model)]
         line += ["--served-model-name", MODEL_NAME, "--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+        line += [
+            "--policy",
+            "least_loaded",
+        ]  # stubs have no prefixes, and `benchmarks.decisions` measures what looks for them
         router = start("router", [cores.router], line)
         _await_pods(http_port, (router, stubs), len(ROLES[pods]))
         yield Running(http_port, redis_url, router, stubs)

@@ -13,7 +13,7 @@ import msgspec
 from benchmarks.soak.case import Plan
 from kvrelay.cli.stack import Stack
 from kvrelay.common.request import SamplingParams
-from tests.exactness.fixtures import running
+from tests.exactness.fixtures import OVER_PREFILL_PODS, running
 from tests.exactness.reference import OUTPUT_TOKENS
 from tests.exactness.served import SECONDS, Answer, complete, inspect
 
@@ -139,7 +139,7 @@ def engine(name: str, plan: Plan, scratch: Path, options: Options) -> Iterator[E
     if name == "llm":
         yield Offline(plan, options)
         return
-    router: Mapping[str, str] = {"local-prefill-tokens": "0"}
+    router: Mapping[str, str] = OVER_PREFILL_PODS
     flags, pods = options.flags(), STACKS[name]
     with running(
         plan.model, scratch, engine_options=flags, router_options=router, threads=plan.threads, **pods

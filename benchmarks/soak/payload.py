@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from benchmarks.soak.case import Case, Figures, Plan
 from kvrelay.cli.stack import Stack
 from tests.e2e.meters import HEADER_SHARE, engine_of, tcp_bytes
-from tests.exactness.fixtures import running
+from tests.exactness.fixtures import OVER_PREFILL_PODS, running
 from tests.exactness.served import ask_all, assert_whole, inspect
 from tests.exactness.test_served import TOKEN_BYTES
 
@@ -60,7 +60,7 @@ def _run(plan: Plan) -> Figures:
         decode=1,
         threads=plan.threads,
         engine_options={"kv-cache-bytes": "2GiB"},
-        router_options={"local-prefill-tokens": "0"},
+        router_options=OVER_PREFILL_PODS,
     ) as stack:
         asyncio.run(ask_all(stack.url, [[7] * SPAN], 1, max_tokens=2))
         pids = engine_of(stack.prefill[0]), engine_of(stack.decode[0])

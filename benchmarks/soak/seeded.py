@@ -8,7 +8,7 @@ import httpx
 
 from benchmarks.soak.case import Case, Figures, Plan
 from benchmarks.soak.material import references, short
-from tests.exactness.fixtures import running
+from tests.exactness.fixtures import OVER_PREFILL_PODS, running
 from tests.exactness.served import SECONDS, Answer, complete
 
 STACKS: dict[str, dict[str, int]] = {
@@ -48,7 +48,7 @@ def _run(plan: Plan) -> Figures:
     first: list[str] = []
     passes = 0
     for name, pods in STACKS.items():
-        router = {"local-prefill-tokens": "0"}
+        router = OVER_PREFILL_PODS
         with running(plan.model, plan.scratch / name, threads=plan.threads, router_options=router, **pods) as stack:
             for at_once, time in itertools.product((1, 16), (1, 2)):
                 texts = [answer.text for answer in asyncio.run(_ask(stack.url, requests, at_once))]

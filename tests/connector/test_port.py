@@ -159,20 +159,23 @@ async def test_a_deadline_passes_while_it_loads(shelf: Shelf, make: Make) -> Non
     pod.h.check_empty()
 
 
-async def test_corrupt_bytes_end_a_load_where_they_are(shelf: Shelf, make: Make) -> None:
+@pytest.mark.parametrize("spoilt", [(3,), (1, 3)])
+async def test_corrupt_bytes_end_a_load_where_they_are(shelf: Shelf, make: Make, spoilt: tuple[int, ...]) -> None:
+    """And the store is told of all that came with them, or it would keep those as whole."""
     pod = make()
     ids = stock(shelf, PROMPT)
-    info, payload = shelf.blocks[ids[3]]
-    shelf.blocks[ids[3]] = info, payload[:-1] + bytes([payload[-1] ^ 1])
-    store_of(pod).corrupt_ids.add(ids[3])
+    for span in spoilt:
+        info, payload = shelf.blocks[ids[span]]
+        shelf.blocks[ids[span]] = info, payload[:-1] + bytes([payload[-1] ^ 1])
+        store_of(pod).corrupt_ids.add(ids[span])
     for thread in pod.threads:
         freely(thread)
     request = pod.h.request("a", PROMPT)
     await pod.run(request)
     pod.h.check_output(request)
-    assert pod.num_computed(request) == len(PROMPT) - 48
-    assert pod.store.counters().corrupt == 1
-    assert store_of(pod).num_reported == 1
+    assert pod.num_computed(request) == len(PROMPT) - 16 * spoilt[0]
+    assert pod.store.counters().corrupt == len(spoilt)
+    assert store_of(pod).num_reported == len(spoilt)
 
 
 @pytest.mark.parametrize("size", [16, 1024 - 16, 1024 + 16])

@@ -3,16 +3,18 @@
 import asyncio
 import json
 import random
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
+from kvrelay.cli.commands import HOST
 from kvrelay.cli.stack import Stack
 from tests.exactness.fixtures import running
 from tests.exactness.reference import References
-from tests.exactness.served import SECONDS
+from tests.exactness.served import SECONDS, assert_whole
 from tests.exactness.small import VOCAB, make
 from tests.exactness.storing import all_attached, all_stored, assert_store_whole, metric
 from tests.waiting import eventually
@@ -47,12 +49,7 @@ def stack(small_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def whole(stack: Stack) -> Iterator[None]:
     """After each test everything runs, and the store holds nothing for anyone."""
     yield
-    for node in stack.nodes:
-        node.resume()
-        if not node.alive:
-            node.restart()
-    stack.wait_ready()
-    eventually(lambda: all_attached(stack), "all pods are attached")
+    mend(stack)
     assert_store_whole(stack.node("kvstore-0"))
 
 
@@ -131,7 +128,47 @@ def stop_redis(stack: Stack) -> None:
     stack.redis.pause()
 
 
-@pytest.mark.parametrize("harm", [kill_store, stop_store, kill_redis, stop_redis])
+def flush_redis(stack: Stack) -> None:
+    assert command(stack, "FLUSHALL") == b"+OK\r\n"
+
+
+def fill_redis(stack: Stack) -> None:
+    """Redis takes nothing any more, and what was there with a time to live has gone: all leases."""
+    assert command(stack, "CONFIG", "SET", "maxmemory-policy", "noeviction") == b"+OK\r\n"
+    assert command(stack, "CONFIG", "SET", "maxmemory", "1") == b"+OK\r\n"
+    assert command(stack, "SET", "any", "thing").startswith(b"-OOM")
+    for kind in ("pod", "node"):
+        eventually(
+            lambda kind=kind: command(stack, "KEYS", f"kvrelay:*:{kind}:*") == b"*0\r\n", f"the {kind}s' leases end"
+        )
+
+
+def mend(stack: Stack) -> None:
+    """Whatever has been done to it."""
+    for node in stack.nodes:
+        node.resume()
+        if not node.alive:
+            node.restart()
+
+    def takes() -> bool:
+        try:
+            return command(stack, "CONFIG", "SET", "maxmemory", "0") == b"+OK\r\n"
+        except OSError:
+            return False
+
+    eventually(takes, "Redis takes what it is given")
+    stack.wait_ready()
+    eventually(lambda: all_attached(stack), "all pods are attached")
+
+
+def command(stack: Stack, *words: str) -> bytes:
+    """The raw answer to one inline command."""
+    with socket.create_connection((HOST, stack.redis.grpc_port), 2) as connection:
+        connection.sendall(" ".join(words).encode() + b"\r\n")
+        return connection.recv(65536)
+
+
+@pytest.mark.parametrize("harm", [kill_store, stop_store, kill_redis, stop_redis, flush_redis, fill_redis])
 def test_requests_go_on_without(stack: Stack, references: References, harm: Callable[[Stack], None]) -> None:
     """And afterwards prefixes are found again."""
     seed = hash_of(harm.__name__)
@@ -141,12 +178,8 @@ def test_requests_go_on_without(stack: Stack, references: References, harm: Call
     harm(stack)
     for number in range(4):
         ask(stack, references, before + new_tokens(seed + number, 20))
-    for node in stack.nodes:
-        node.resume()
-        if not node.alive:
-            node.restart()
-    stack.wait_ready()
-    eventually(lambda: all_attached(stack), "all pods are attached")
+    assert_whole([node for node in stack.pods if node.alive])
+    mend(stack)
     after = new_tokens(seed + 100, 200)
     ask(stack, references, after)
     eventually(lambda: all_stored(stack), "what was computed is stored")

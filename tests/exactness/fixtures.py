@@ -13,6 +13,9 @@ from tests.exactness.prompts import PROMPTS, Prompt, stretch
 from tests.exactness.reference import Reference, References
 from tests.exactness.served import assert_whole
 
+OVER_PREFILL_PODS = {"local-prefill-tokens": "0", "policy": "least_loaded"}
+"""Of a router that has every prompt computed on a prefill pod, however short it is, and whatever of it a decode pod has."""
+
 
 def token_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     if prompt.chat:

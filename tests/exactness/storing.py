@@ -17,6 +17,12 @@ def stat(store: Node) -> pb.StatResponse:
         return kvstore_pb2_grpc.KvStoreStub(channel).Stat(pb.StatRequest(), timeout=10)
 
 
+def blocks_of(store: Node) -> list[pb.BlockRecord]:
+    with grpc.insecure_channel(store.grpc_address) as channel:
+        parts = kvstore_pb2_grpc.KvStoreStub(channel).List(pb.ListRequest(), timeout=10)
+        return [block for part in parts for block in part.blocks]
+
+
 def metric(node: Node, name: str) -> float:
     text = httpx.get(f"{node.http_address}/metrics").text
     found = re.search(rf"^{name}(?:_total)? (\S+)$", text, re.MULTILINE)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.exactness.fixtures import running
+from tests.exactness.fixtures import OVER_PREFILL_PODS, running
 from tests.exactness.reference import OUTPUT_TOKENS, Reference
 from tests.exactness.served import Answer, ask_all, inspect, payload_bytes
 
@@ -35,7 +35,7 @@ def test_one_pod_that_does_both(model_dir: Path, tmp_path: Path, short_cases: di
 
 
 def test_prefill_and_decode_cold_and_with_hits(model_dir: Path, tmp_path: Path, cases: dict[str, Reference]) -> None:
-    with running(model_dir, tmp_path, prefill=1, decode=1, router_options={"local-prefill-tokens": "0"}) as stack:
+    with running(model_dir, tmp_path, prefill=1, decode=1, router_options=OVER_PREFILL_PODS) as stack:
         check(cases, ask(stack.url, cases, at_once=16))
         again = {name: case for name, case in cases.items() if len(case.prompt) > 16}
         answers = ask(stack.url, again, at_once=1)
@@ -47,7 +47,7 @@ def test_prefill_and_decode_cold_and_with_hits(model_dir: Path, tmp_path: Path, 
 
 def test_two_of_each(model_dir: Path, tmp_path: Path, short_cases: dict[str, Reference]) -> None:
     engine = {"block-size": "32", "max-num-batched-tokens": "100"}
-    router = {"local-prefill-tokens": "0"}
+    router = OVER_PREFILL_PODS
     with running(model_dir, tmp_path, prefill=2, decode=2, engine_options=engine, router_options=router) as stack:
         check(short_cases, ask(stack.url, short_cases, at_once=16))
         for node in stack.prefill:
@@ -68,7 +68,7 @@ def test_after_a_preemption(model_dir: Path, tmp_path: Path, short_cases: dict[s
 def test_the_payload_is_what_the_decode_pod_lacks(model_dir: Path, tmp_path: Path) -> None:
     rng = random.Random(7)
     prompt = [rng.randrange(100, 40_000) for _ in range(256)]
-    with running(model_dir, tmp_path, prefill=1, decode=1, router_options={"local-prefill-tokens": "0"}) as stack:
+    with running(model_dir, tmp_path, prefill=1, decode=1, router_options=OVER_PREFILL_PODS) as stack:
 
         def sent(tokens: list[int], **options: object) -> int:
             before = payload_bytes(stack)
@@ -86,7 +86,7 @@ def test_the_payload_is_what_the_decode_pod_lacks(model_dir: Path, tmp_path: Pat
 def test_four_branches_of_one_transfer_differ(model_dir: Path, tmp_path: Path, cases: dict[str, Reference]) -> None:
     prompt = cases["story"].prompt
     options = {"n": 4, "temperature": 1.0, "seed": 11, "max_tokens": 24}
-    with running(model_dir, tmp_path, prefill=1, decode=1, router_options={"local-prefill-tokens": "0"}) as stack:
+    with running(model_dir, tmp_path, prefill=1, decode=1, router_options=OVER_PREFILL_PODS) as stack:
         [first] = asyncio.run(ask_all(stack.url, [prompt], 1, **options))
         assert len({answer.tokens for answer in first}) == 4
         assert inspect(stack.prefill[0]).transfer.transfers_completed == 1
@@ -100,7 +100,7 @@ def test_block_sizes_are_converted(
 ) -> None:
     some = {name: case for name, case in short_cases.items() if len(case.prompt) > 14}
     pods = {"prefill-0": {"block-size": p}, "decode-0": {"block-size": d}}
-    router = {"local-prefill-tokens": "0"}
+    router = OVER_PREFILL_PODS
     with running(model_dir, tmp_path, prefill=1, decode=1, pod_options=pods, router_options=router) as stack:
         check(some, ask(stack.url, some, at_once=8))
 
@@ -109,7 +109,7 @@ def test_dtypes_of_the_kv_are_converted(model_dir: Path, tmp_path: Path, short_c
     """A cache in bfloat16 rounds keys and values to 8 bits: tokens agree where the choice was clear."""
     clear = {name: case for name, case in short_cases.items() if min(case.gaps[:4]) > 1.0 and len(case.prompt) > 4}
     assert len(clear) >= 3
-    router, engine = {"local-prefill-tokens": "0"}, {"no-prefix-caching": True}
+    router, engine = OVER_PREFILL_PODS, {"no-prefix-caching": True}
     for pod in ("prefill-0", "decode-0"):
         with running(
             model_dir,
@@ -135,7 +135,7 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(
     options = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 5, "max_tokens": 24, "presence_penalty": 0.2}
     seen = []
     for name, pods in (("both", {"prefill": 0, "decode": 0, "both": 1}), ("split", {"prefill": 1, "decode": 1})):
-        router = {"local-prefill-tokens": "0"}
+        router = OVER_PREFILL_PODS
         with running(model_dir, tmp_path / name, router_options=router, **pods) as stack:
             for at_once, some in ((16, prompts), (1, prompts[:4]), (16, prompts)):
                 answers = asyncio.run(ask_all(stack.url, some, at_once, **options))

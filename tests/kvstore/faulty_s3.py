@@ -5,9 +5,10 @@ import contextlib
 import dataclasses
 import enum
 import random
+import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -49,6 +50,8 @@ class Request:
     key: str
     query: dict[str, list[str]]
     body: bytes
+    key_id: str
+    """Whose signature it carries; the signature itself is not looked at."""
 
 
 class FaultyS3:
@@ -61,6 +64,8 @@ class FaultyS3:
         self.most_bytes = 0
         self.most_at_once = 0
         self.late = asyncio.Event()
+        self.known_key = ""
+        """The one that may ask; empty: any."""
         self._faults: dict[str, deque[Fault | None]] = {}
         self._always: dict[str, Fault] = {}
         self._at_once = 0
@@ -122,7 +127,8 @@ class FaultyS3:
         url = urlsplit(target)
         bucket, _, key = unquote(url.path).lstrip("/").partition("/")
         assert bucket == "bucket", f"{bucket} is asked for"
-        return Request("LIST" if method == "GET" and not key else method, key, parse_qs(url.query), body)
+        key_id = headers.get("authorization", "").partition("Credential=")[2].partition("/")[0]
+        return Request("LIST" if method == "GET" and not key else method, key, parse_qs(url.query), body, key_id)
 
     async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection goes on."""
@@ -169,6 +175,8 @@ class FaultyS3:
         return status, f"<Error><Code>{code}</Code><Message>as told</Message></Error>".encode()
 
     def _do(self, request: Request) -> tuple[int, bytes]:
+        if self.known_key not in ("", request.key_id):
+            return self._error(403, "InvalidAccessKeyId")
         if request.method == "LIST":
             return 200, self._list(request.query).encode()
         if request.method == "PUT":
@@ -196,6 +204,22 @@ class FaultyS3:
             )
         token = f"<NextContinuationToken>{page[-1]}</NextContinuationToken>" if more else ""
         return f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{contents}</ListBucketResult>"
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[FaultyS3]:
+    """In a thread of its own, for whom real processes ask. What a test changes, it changes between two of their requests."""
+    loop, server = asyncio.new_event_loop(), FaultyS3()
+    thread = threading.Thread(target=loop.run_forever, name="faulty-s3")
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 class ManualTime:

@@ -115,19 +115,29 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     def make(kind: str, options: str = "rw") -> Path:
         path = tmp_path / f"mount{len(mounted)}"
         path.mkdir()
-        command = ["mount", "-t", kind, "-o", options, "kvrelay-test", str(path)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except FileNotFoundError:
-            pytest.skip("there is no mount command")
-        if done.returncode:
-            pytest.skip(f"a {kind} cannot be mounted here: {done.stderr.strip()}")
+        if reason := mount_at(path, kind, options):
+            pytest.skip(reason)
         mounted.append(path)
         return path
 
     yield make
     for path in mounted:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
+        unmount(path)
+
+
+def mount_at(path: Path, kind: str, options: str = "rw") -> str:
+    """Why it cannot be done; empty: it is."""
+    try:
+        done = subprocess.run(
+            ["mount", "-t", kind, "-o", options, "kvrelay-test", str(path)], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return "there is no mount command"
+    return f"a {kind} cannot be mounted here: {done.stderr.strip()}" if done.returncode else ""
+
+
+def unmount(path: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def remount(path: Path, options: str) -> None:

@@ -85,11 +85,9 @@ class Node:
         return True
 
     async def settled(self) -> None:
-        """The sinks have nothing to do. A sink hears a few turns of the loop later that its tier is done."""
-        quiet = 0
+        """The sinks have nothing to do, and have told the index of the last that they did: that comes some turns of the loop after it."""
         async with asyncio.timeout(10):
-            while quiet < 4:
-                quiet = 0 if self._working() else quiet + 1
+            while self._working() or self._misheard():
                 await asyncio.sleep(0.001)
 
     def _working(self) -> bool:
@@ -102,12 +100,14 @@ class Node:
         assert self.chain.memory.used_bytes <= self.chain.memory.limit_bytes
         for tier in self.tiers:
             assert tier.used_bytes <= tier.limit_bytes
-        for block_id, tier_name in self.heard.tiers.items():
-            found = self.chain.find(block_id)
-            assert found is not None, "the index knows of no block that is not here"
-            assert found[1] == tier_name
-        known = [*self.chain.ids(), *(i for tier in self.tiers for i in tier._blocks)]
-        assert set(known) == self.heard.tiers.keys()
+        assert self._misheard() == {}, "the index knows of what is here, and where, and of nothing else"
+
+    def _misheard(self) -> dict[BlockId, tuple[str | None, str | None]]:
+        """Where a block is, and where the index takes it to be, where these are not the same."""
+        ids = {*self.chain.ids(), *(i for tier in self.tiers for i in tier._blocks), *self.heard.tiers}
+        found = {block_id: self.chain.find(block_id) for block_id in ids}
+        places = {i: (place and place[1], self.heard.tiers.get(i)) for i, place in found.items()}
+        return {i: (here, heard) for i, (here, heard) in places.items() if here != heard}
 
 
 @asynccontextmanager

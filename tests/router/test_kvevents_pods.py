@@ -50,7 +50,7 @@ async def test_the_index_of_a_router(model_dir: Path, tmp_path: Path) -> None:
 async def test_without_an_index_no_events_are_read(model_dir: Path, tmp_path: Path) -> None:
     real = Real(model_dir, tmp_path)
     try:
-        await real.start("b0")
+        await real.start("b0", policy="least_loaded")
         await _ask(real, 1)
         assert real.router._kv_events is None
     finally:

@@ -1,5 +1,7 @@
 """The simulator on traces whose outcome is known."""
 
+import itertools
+import random
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +14,7 @@ from benchmarks.sim.outcome import Outcome, capacity, measure
 from benchmarks.sim.pods import read_profile
 from benchmarks.sim.trace import BLOCK, Line, infinite_hit_rate, read, requests
 from kvrelay.router.policies import PolicyName
+from kvrelay.router.settings import RouterSettings
 
 pytestmark = pytest.mark.unit
 
@@ -76,6 +79,34 @@ def test_it_balances_without_reports(events: bool) -> None:
     outcome = measure("prefix_aware", cluster, arriving, PROFILE, 10.0, None)
     assert outcome.load_max_to_mean < 1.3
     assert outcome.ttft_p99 < 0.5
+
+
+def unlike(count: int, rng: random.Random) -> list[Line]:
+    """Prompts of very different lengths, ten a second, that share nothing."""
+    lengths = [min(200, max(1, int(rng.lognormvariate(2.2, 1.0)))) for _ in range(count)]
+    starts = itertools.accumulate(lengths, initial=0)
+    return [
+        Line(timestamp=100.0 * i, input_length=n * BLOCK, output_length=50, hash_ids=[*range(start, start + n)])
+        for i, (n, start) in enumerate(zip(lengths, starts, strict=False))
+    ]
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_the_default_without_kv_events_is_as_good_as_the_least_loaded(reports: bool) -> None:
+    """At five sixths of what the pods can do: by load alone, since nothing is heard of what pods have."""
+    default: PolicyName = RouterSettings.model_fields["policy"].default
+    assert default == "prefix_aware"
+    lines = unlike(600, random.Random(1))
+    blind = Cluster(8, default, PROFILE, capacity=None, reports=reports, events=False)
+    for pod in blind.prefill:
+        blind._index.remove_pod(pod.load.pod_id)
+    known = Cluster(8, "least_loaded", PROFILE, capacity=None)
+    outcome = measure(default, blind, requests(lines, copies=1, rate=3.0), PROFILE, 3.0, None)
+    least = measure("least_loaded", known, requests(lines, copies=1, rate=3.0), PROFILE, 3.0, None)
+    assert outcome.utilization > 0.8
+    assert outcome.ttft_mean <= least.ttft_mean
+    assert outcome.ttft_p99 <= 1.05 * least.ttft_p99  # the sixth longest of 600 waits
+    assert outcome.load_max_to_mean <= least.load_max_to_mean
 
 
 def test_a_small_cache_forgets() -> None:

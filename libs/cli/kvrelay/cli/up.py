@@ -77,7 +77,7 @@ def add_stack_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router-option", action="append", default=[], metavar="NAME=VALUE", help="any option of the router"
     )
-    parser.add_argument("--policy", help="least_loaded, round_robin, prefix_aware or session [the router's default]")
+    parser.add_argument("--policy", help="prefix_aware, least_loaded, round_robin or session [the router's default]")
     parser.add_argument("--local-prefill-tokens", metavar="N", help="prompts of under N tokens are computed on D [32]")
     parser.add_argument("--http-port", type=int, default=ROUTER_HTTP_PORT, help="of the router [%(default)s]")
     parser.add_argument("--grpc-port", type=int, default=ROUTER_GRPC_PORT, help="of the router [%(default)s]")

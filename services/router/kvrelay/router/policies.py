@@ -9,7 +9,7 @@ from kvrelay.router.policy import LeastLoaded, Policy, RoundRobin, Session
 from kvrelay.router.prefixaware import DEFAULT_WEIGHTS, PrefixAware, Weights
 from kvrelay.router.prefixindex import PrefixIndex
 
-PolicyName = Literal["least_loaded", "round_robin", "prefix_aware", "session"]
+PolicyName = Literal["prefix_aware", "least_loaded", "round_robin", "session"]
 
 
 def make_policy(

@@ -46,8 +46,8 @@ class RouterSettings(ServiceSettings):
     """PEM file: the router's own certificate chain, for pods that want to see one."""
     pod_tls_key: Path | None = None
     """PEM file: its private key."""
-    policy: PolicyName = "least_loaded"
-    """How pods are chosen: by load, in turn, by prefixes and load, or by the client's session."""
+    policy: PolicyName = "prefix_aware"
+    """How pods are chosen: by prefixes and load, by load alone, in turn, or by the client's session."""
     local_prefill_tokens: int = Field(default=32, ge=0)
     """A decode pod computes prompts shorter than this by itself: moving their KV costs more than it saves. 0: never by length."""
     max_failures: int = Field(default=8, ge=0, le=100)

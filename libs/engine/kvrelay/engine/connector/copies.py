@@ -23,24 +23,25 @@ class Copier:
         self.bytes_per_second = 2e9
         """Of loads: copy and check. A guess until the first."""
 
-    def load(self, spans: Sequence[Stored], slots: Sequence[int]) -> int:
-        """Into 16 slots each, from `slots` on. How many of them, from the first on, are what they are said to be.
+    def load(self, spans: Sequence[Stored], slots: Sequence[int]) -> tuple[int, list[Stored]]:
+        """Into 16 slots each, from `slots` on. How many of them, from the first on, are what they are said to be, and all that are not.
 
         Checked after it was copied: what the check sees is what was there to be read, or it fails.
         """
         started = time.monotonic()
         whole = 0
+        damaged: list[Stored] = []
         for span, slot in zip(spans, slots, strict=True):
-            if span.info.size != self.cache.span_bytes(span.info.dtype):
-                break
-            self.cache.write_span(slot, span.data, span.info.dtype)
-            if checksum(span.info, span.data.data) != span.info.checksum:
-                break
-            whole += 1
+            fits = span.info.size == self.cache.span_bytes(span.info.dtype)
+            if fits and not damaged:
+                self.cache.write_span(slot, span.data, span.info.dtype)
+            if not fits or checksum(span.info, span.data.data) != span.info.checksum:
+                damaged.append(span)
+            whole += not damaged
         if whole:
             measured = sum(span.info.size for span in spans[:whole]) / max(time.monotonic() - started, 1e-9)
             self.bytes_per_second += _BELIEF * (measured - self.bytes_per_second)
-        return whole
+        return whole, damaged
 
     def store(self, rooms: Sequence[Room], infos: Sequence[BlockInfo], slots: Sequence[int]) -> list[int]:
         """Out of 16 slots each into `rooms`, and the checksums of what lies there then."""

@@ -193,23 +193,24 @@ class Loads:
                 if not self._wanted(seq):
                     return
                 slots = [self._slot(seq, spans_here + i) for i in range(len(spans))]
-                whole = await outlast(loop.run_in_executor(self._thread, self._copier.load, spans, slots))
-                if whole < len(spans):
-                    self._report(load, spans[whole])
+                whole, damaged = await outlast(loop.run_in_executor(self._thread, self._copier.load, spans, slots))
+                if damaged:
+                    self._report(load, damaged)
             finally:
                 load.release(spans)
             spans_here += whole
             self.counters.num_bytes += sum(span.info.size for span in spans[:whole])
             if self._wanted(seq):
                 self._manager.adopt(seq, spans_here // self._manager.spans * self._manager.block_size)
-            if whole < len(spans):
+            if damaged:
                 return
 
     def _slot(self, seq: Sequence, span: int) -> int:
         block, within = divmod(span, self._manager.spans)
         return seq.blocks[block] * self._manager.block_size + within * SPAN
 
-    def _report(self, load: Load, span: Stored) -> None:
-        self.counters.corrupt += 1
-        log.warning("a block of the KV store is corrupt: %s", span.info.id.hex())
-        load.corrupt([span])
+    def _report(self, load: Load, damaged: Seq[Stored]) -> None:
+        """All of them: one that the store still takes to be whole would not be stored anew."""
+        self.counters.corrupt += len(damaged)
+        log.warning("%d blocks of the KV store are corrupt, the first is %s", len(damaged), damaged[0].info.id.hex())
+        load.corrupt(damaged)
