@@ -19,6 +19,8 @@ WORKERS ?= 2
 # As typed, with nothing in it expanded by make or by the shell.
 export DEMO_PROMPT := $(value PROMPT)
 unexport PROMPT
+# Processes by the hundred are started here: what one has compiled the next one reads.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo up down status test test-fast e2e soak lint format type proto proto-check bench bench-kv bench-router clean

@@ -35,7 +35,7 @@ KNOWN = ("priority", "cache_salt", "session", "timeout_ms", "echo")
 NO_REDIS = "redis://127.0.0.1:1/0"
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
