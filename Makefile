@@ -14,9 +14,13 @@ ROOTS := services libs kernels
 GENERATED := libs/common/kvrelay/v1
 ARGS ?=
 PROMPT ?=
+# Test processes beside each other. A worker has one compute thread.
+WORKERS ?= 2
 # As typed, with nothing in it expanded by make or by the shell.
 export DEMO_PROMPT := $(value PROMPT)
 unexport PROMPT
+# Processes by the hundred are started here: what one has compiled the next one reads.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo up down status test test-fast e2e soak lint format type proto proto-check bench bench-kv bench-router clean
@@ -56,14 +60,22 @@ down: ## end what `make up` started
 status: ## pods, what they hold, bytes pushed
 	@$(BIN)/kvrelay status
 
+# By file, for a file's tests share servers; in the order of their names, for the long ones are not last then.
+fast = $(BIN)/python -m pytest -m 'not e2e' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+# One after the other: a stack wants all cores.
+stacks = $(BIN)/python -m pytest -m e2e $(ARGS)
+# What ARGS names may all be of the one kind: pytest's code for no tests is 5.
+or_none = $(if $(strip $(ARGS)),|| [ $$? -eq 5 ])
+
 test: setup lint proto-check ## everything: lint, types, wire, all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(fast) $(or_none)
+	$(stacks) $(or_none)
 
 test-fast: setup ## without whole stacks of real processes
-	$(BIN)/python -m pytest -m 'not e2e' $(ARGS)
+	$(fast)
 
 e2e: setup ## whole stacks of real processes alone
-	$(BIN)/python -m pytest -m e2e $(ARGS)
+	$(stacks)
 
 soak: setup ## the full counts of what `test` samples, and a report; hours (ARGS="--list", ARGS="--only 'faults-*'")
 	$(BIN)/python -m benchmarks.soak $(ARGS)

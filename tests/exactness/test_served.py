@@ -1,7 +1,6 @@
 """Greedy answers of real stacks, in float32, are those of transformers: token for token, log-probabilities within 1e-3."""
 
 import asyncio
-import random
 from pathlib import Path
 
 import pytest
@@ -34,21 +33,11 @@ def test_one_pod_that_does_both(model_dir: Path, tmp_path: Path, short_cases: di
         assert payload_bytes(stack) == 0
 
 
-def test_prefill_and_decode_cold_and_with_hits(model_dir: Path, tmp_path: Path, cases: dict[str, Reference]) -> None:
-    with running(model_dir, tmp_path, prefill=1, decode=1, router_options=OVER_PREFILL_PODS) as stack:
-        check(cases, ask(stack.url, cases, at_once=16))
-        again = {name: case for name, case in cases.items() if len(case.prompt) > 16}
-        answers = ask(stack.url, again, at_once=1)
-        check(again, answers)
-        for name, answer in answers.items():
-            # All that was cached is found, but for the prompt's last token and what shares a block with it.
-            assert answer.cached_tokens == (len(cases[name].prompt) - 1) // 16 * 16, name
-
-
 def test_two_of_each(model_dir: Path, tmp_path: Path, short_cases: dict[str, Reference]) -> None:
     engine = {"block-size": "32", "max-num-batched-tokens": "100"}
-    router = OVER_PREFILL_PODS
-    with running(model_dir, tmp_path, prefill=2, decode=2, engine_options=engine, router_options=router) as stack:
+    with running(
+        model_dir, tmp_path, prefill=2, decode=2, engine_options=engine, router_options=OVER_PREFILL_PODS
+    ) as stack:
         check(short_cases, ask(stack.url, short_cases, at_once=16))
         for node in stack.prefill:
             assert inspect(node).transfer.transfers_completed > 0, f"{node.name} had nothing to do"
@@ -65,43 +54,13 @@ def test_after_a_preemption(model_dir: Path, tmp_path: Path, short_cases: dict[s
         assert inspect(stack.both[0]).num_preemptions > 0, "the pool was meant to be too small"
 
 
-def test_the_payload_is_what_the_decode_pod_lacks(model_dir: Path, tmp_path: Path) -> None:
-    rng = random.Random(7)
-    prompt = [rng.randrange(100, 40_000) for _ in range(256)]
-    with running(model_dir, tmp_path, prefill=1, decode=1, router_options=OVER_PREFILL_PODS) as stack:
-
-        def sent(tokens: list[int], **options: object) -> int:
-            before = payload_bytes(stack)
-            asyncio.run(ask_all(stack.url, [tokens], 1, max_tokens=4, ignore_eos=True, **options))
-            return payload_bytes(stack) - before
-
-        assert sent(prompt) == 256 * TOKEN_BYTES
-        moved = inspect(stack.prefill[0]).transfer
-        assert moved.payload_bytes_overlapped >= moved.payload_bytes_sent / 2
-        assert sent(prompt) == 0
-        assert sent(prompt + prompt[:64]) == 64 * TOKEN_BYTES
-        assert sent(prompt[::-1], n=4) == 256 * TOKEN_BYTES
-
-
-def test_four_branches_of_one_transfer_differ(model_dir: Path, tmp_path: Path, cases: dict[str, Reference]) -> None:
-    prompt = cases["story"].prompt
-    options = {"n": 4, "temperature": 1.0, "seed": 11, "max_tokens": 24}
-    with running(model_dir, tmp_path, prefill=1, decode=1, router_options=OVER_PREFILL_PODS) as stack:
-        [first] = asyncio.run(ask_all(stack.url, [prompt], 1, **options))
-        assert len({answer.tokens for answer in first}) == 4
-        assert inspect(stack.prefill[0]).transfer.transfers_completed == 1
-        [again] = asyncio.run(ask_all(stack.url, [prompt], 1, **options))
-        assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
-
-
 @pytest.mark.parametrize(("p", "d"), [("16", "32"), ("32", "16")])
 def test_block_sizes_are_converted(
     model_dir: Path, tmp_path: Path, short_cases: dict[str, Reference], p: str, d: str
 ) -> None:
     some = {name: case for name, case in short_cases.items() if len(case.prompt) > 14}
     pods = {"prefill-0": {"block-size": p}, "decode-0": {"block-size": d}}
-    router = OVER_PREFILL_PODS
-    with running(model_dir, tmp_path, prefill=1, decode=1, pod_options=pods, router_options=router) as stack:
+    with running(model_dir, tmp_path, prefill=1, decode=1, pod_options=pods, router_options=OVER_PREFILL_PODS) as stack:
         check(some, ask(stack.url, some, at_once=8))
 
 
@@ -109,7 +68,7 @@ def test_dtypes_of_the_kv_are_converted(model_dir: Path, tmp_path: Path, short_c
     """A cache in bfloat16 rounds keys and values to 8 bits: tokens agree where the choice was clear."""
     clear = {name: case for name, case in short_cases.items() if min(case.gaps[:4]) > 1.0 and len(case.prompt) > 4}
     assert len(clear) >= 3
-    router, engine = OVER_PREFILL_PODS, {"no-prefix-caching": True}
+    engine = {"no-prefix-caching": True}
     for pod in ("prefill-0", "decode-0"):
         with running(
             model_dir,
@@ -118,28 +77,10 @@ def test_dtypes_of_the_kv_are_converted(model_dir: Path, tmp_path: Path, short_c
             decode=1,
             pod_options={pod: {"kv-dtype": "bfloat16"}},
             engine_options=engine,
-            router_options=router,
+            router_options=OVER_PREFILL_PODS,
         ) as stack:
             for name, answer in ask(stack.url, clear, at_once=4).items():
                 assert answer.tokens[:4] == clear[name].tokens[:4], name
             assert inspect(stack.prefill[0]).transfer.payload_bytes_sent == sum(
                 len(case.prompt) for case in clear.values()
             ) * (TOKEN_BYTES // 2)
-
-
-def test_seeded_sampling_is_the_same_alone_and_in_a_batch(
-    model_dir: Path, tmp_path: Path, short_cases: dict[str, Reference]
-) -> None:
-    """In one pod that does both and in 1P1D, twice each."""
-    prompts = [case.prompt for case in list(short_cases.values())[-16:]]
-    options = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 5, "max_tokens": 24, "presence_penalty": 0.2}
-    seen = []
-    for name, pods in (("both", {"prefill": 0, "decode": 0, "both": 1}), ("split", {"prefill": 1, "decode": 1})):
-        router = OVER_PREFILL_PODS
-        with running(model_dir, tmp_path / name, router_options=router, **pods) as stack:
-            for at_once, some in ((16, prompts), (1, prompts[:4]), (16, prompts)):
-                answers = asyncio.run(ask_all(stack.url, some, at_once, **options))
-                seen.append([choices[0].tokens for choices in answers])
-    for tokens in seen:
-        assert tokens == seen[0][: len(tokens)]
-    assert len(set(seen[0])) == 16

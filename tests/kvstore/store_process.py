@@ -44,7 +44,7 @@ class StoreProcess(ServerProcess):
     @property
     def ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/readyz", timeout=2).status_code == 200
+            return httpx.get(f"{self.url}/readyz", timeout=2, verify=False).status_code == 200
         except httpx.TransportError:
             return False
 

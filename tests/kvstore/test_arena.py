@@ -85,6 +85,7 @@ def test_a_killed_predecessor_leaves_no_file(path: Path) -> None:
 
 def test_no_room_is_said_at_once(path: Path) -> None:
     stat = os.statvfs(SHM)
+    # More than all of it, which is refused before a page is taken: what is only more than is free would use up memory first.
     with pytest.raises(OSError, match="No space left"):
-        Arena(path, stat.f_blocks * stat.f_frsize + (1 << 30))  # over what is free, it would take all of that first
+        Arena(path, stat.f_blocks * stat.f_frsize + (1 << 30))
     assert not path.exists()

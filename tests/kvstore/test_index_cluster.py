@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
+from kvrelay.cli.ports import free_ports
 from kvrelay.kvstore.index import Index
 from kvrelay.transfer.segments import SEGMENT_BLOCKS, heads
 from tests.fixtures_redis import RedisServer
@@ -19,7 +20,17 @@ SLOTS = 16384
 
 
 class ClusterServer(RedisServer):
-    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        [self.bus_port] = free_ports(1)
+        self.options = (
+            "--cluster-enabled",
+            "yes",
+            "--cluster-node-timeout",
+            "2000",
+            "--cluster-port",
+            str(self.bus_port),
+        )
 
 
 @pytest.fixture
@@ -35,7 +46,7 @@ def cluster(tmp_path: Path) -> Iterator[list[ClusterServer]]:
             servers.append(server)
             server.command("CLUSTER", "ADDSLOTSRANGE", str(number * SLOTS // 3), str((number + 1) * SLOTS // 3 - 1))
         for server in servers[1:]:
-            servers[0].command("CLUSTER", "MEET", "127.0.0.1", str(server.port))
+            servers[0].command("CLUSTER", "MEET", "127.0.0.1", str(server.port), str(server.bus_port))
         deadline = time.monotonic() + 20
         while not all(b"cluster_state:ok" in server.command("CLUSTER", "INFO") for server in servers):
             assert time.monotonic() < deadline, "the cluster does not come together"

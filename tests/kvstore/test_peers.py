@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.kvstore.peers.elsewhere import LOOK_SECONDS
 from kvrelay.v1 import kvstore_pb2 as pb
 from tests.fixtures_redis import RedisServer
 from tests.kvstore.pod import Pod, attached, chain_of, until_stat
@@ -138,7 +139,7 @@ async def test_a_store_that_is_gone_is_a_miss_within_a_bound(
         started = time.monotonic()
         assert await near.num_found(IDS) == 10, "it is left alone"
         assert await near.read(IDS) == 10
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 0.9, "less than to wait for it again"
         await until_stat(near, lambda seen: seen.num_pins == 0 and seen.num_writing == 0)
         assert await near.store(IDS[10:20], SIZE) == 10, "no room was lost"
 
@@ -196,9 +197,12 @@ async def test_a_slow_index_costs_little(tmp_path: Path, redis_server: RedisServ
         async with attached(near.address) as fresh:  # one that has not asked yet
             started = time.monotonic()
             assert await fresh.num_found(IDS) == 5
-            assert time.monotonic() - started < 0.25
-            started = time.monotonic()
-            assert await fresh.num_found(IDS) == 5
-            assert time.monotonic() - started < 0.05
+            assert time.monotonic() - started < 0.9, "less than a command may take"
+            seconds = []
+            for _ in range(3):
+                started = time.monotonic()
+                assert await fresh.num_found(IDS) == 5
+                seconds.append(time.monotonic() - started)
+            assert min(seconds) < LOOK_SECONDS, "it is left alone: who asks it waits as long at least"
         redis_server.send_signal(signal.SIGCONT)
         await until_found(near, 40)

@@ -75,6 +75,7 @@ async def test_sigterm_drains_into_the_files(tmp_path: Path) -> None:
             assert await pod.read(ids) == 20
 
 
+@pytest.mark.timeout(900)
 async def test_kill_9_in_the_middle_of_writes(tmp_path: Path, redis_server: RedisServer) -> None:
     """At random points: no torn block is ever read, the files are taken over and announced, nothing else is left."""
     assert await kill_again_and_again(tmp_path, redis_server.url, KILLS) > 0

@@ -12,6 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvrelay.cli.ports import free_ports
 from kvrelay.common.errors import Internal
 from kvrelay.common.kvevents import AllBlocksCleared, BlockRemoved, BlockStored
 from kvrelay.common.rpc import CHANNEL_OPTIONS
@@ -21,7 +22,6 @@ from kvrelay.engine.pod.vllmevents import Form
 from tests.fixtures_redis import RedisServer
 from tests.kvevents import engine, key, stored
 from tests.pods.harness import Caller, request, settings
-from tests.router.cluster import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -190,7 +190,7 @@ async def test_a_gap_after_a_pause() -> None:
 async def test_a_pod_from_its_command_line(redis_server: RedisServer) -> None:
     """On the event loop that pods run on."""
     context = zmq.asyncio.Context()
-    ports = [free_port(), free_port(), free_port()]
+    ports = free_ports(3)
     options = ["--engine", "fake", "--role", "both", "--grpc-port", str(ports[0]), "--redis-url", redis_server.url]
     options += ["--kv-events-zmq", f"tcp://*:{ports[1]}", "--kv-events-zmq-replay", f"tcp://127.0.0.1:{ports[2]}"]
     child = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvrelay.decode.main", *options)

