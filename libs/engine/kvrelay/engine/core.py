@@ -9,10 +9,11 @@ the runner allows for it, the next step is scheduled and launched before the res
 sequences whose next token depends on nothing but the KV, and takes the tokens that it does not know yet from the device.
 """
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, KeysView
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, TransferFailed
 from kvrelay.common.ids import Fingerprint, RequestId
@@ -39,6 +40,8 @@ from kvrelay.engine.sequence import Sequence, State
 
 __all__ = ["Engine", "Reservation", "Runner", "StepUpdate", "TransferPort"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _CHUNK = 16
 _CPU_START = 64
 """Tokens of the first steps on a CPU, before their cost is known."""
@@ -57,6 +60,20 @@ class Runner(Protocol):
 
 def no_hook(layer: int) -> None:
     pass
+
+
+def _on_the_host(part: "Callable[Concatenate[Engine, P], R]") -> "Callable[Concatenate[Engine, P], R]":
+    """Counts the time of a part of the step."""
+
+    @functools.wraps(part)
+    def timed(engine: "Engine", *args: P.args, **kwargs: P.kwargs) -> R:
+        started = time.perf_counter()
+        try:
+            return part(engine, *args, **kwargs)
+        finally:
+            engine.host_seconds += time.perf_counter() - started
+
+    return timed
 
 
 class Engine:
@@ -101,7 +118,7 @@ class Engine:
         self._running: deque[tuple[Batch, Running]] = deque()
         """What `step` has launched."""
         self.host_seconds = 0.0
-        """Of all calls of `step`, without the waits for results."""
+        """Spent to schedule, launch and update steps, without the waits for results."""
         self._steps = 0
         self._step_ms = 0.0
         self._prompt_tokens = self._computed_tokens = self._cached_tokens = self._generated_tokens = 0
@@ -211,7 +228,6 @@ class Engine:
     # The step.
 
     def step(self) -> StepUpdate:
-        started = time.perf_counter()
         batch = self.schedule()
         try:
             if batch is not None:
@@ -219,21 +235,18 @@ class Engine:
             if not self._running or (batch is not None and len(self._running) < self.runner.depth):
                 return self.drain()
             first, running = self._running.popleft()
-            waits = time.perf_counter()
             result = running.result()
-            started += time.perf_counter() - waits
         except BaseException:  # Ctrl-C as well: the steps in flight let go of their blocks
             self.abandon()
             raise
-        update = self.update(first, result)
-        self.host_seconds += time.perf_counter() - started
-        return update
+        return self.update(first, result)
 
     @property
     def has_work(self) -> bool:
         """Something runs or waits. `schedule` may still find that it has to wait for a push or a transfer."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._flights)
 
+    @_on_the_host
     def schedule(self) -> Batch | None:
         """The next step; None where nothing can run before another call frees or adds something, or before a step in flight
         ends. `drain` has the news."""
@@ -249,12 +262,14 @@ class Engine:
             self._announce(part.seq)
         return batch
 
+    @_on_the_host
     def launch(self, batch: Batch, on_layer: LayerHook = no_hook) -> Running:
         return self.runner.launch(batch, on_layer)
 
     def run(self, batch: Batch, on_layer: LayerHook = no_hook) -> StepResult:
         return self.launch(batch, on_layer).result()
 
+    @_on_the_host
     def update(self, batch: Batch, result: StepResult) -> StepUpdate:
         """Takes in what the first of the steps in flight has computed. Choices end, branch, or go on; what was ended meanwhile
         is freed."""
@@ -421,6 +436,7 @@ class Engine:
             credits=self._credits(waiting_tokens),
             num_steps=self._steps,
             step_ms=self._step_ms,
+            host_seconds=self.host_seconds,
             prompt_tokens=self._prompt_tokens,
             computed_tokens=self._computed_tokens,
             cached_tokens=self._cached_tokens,

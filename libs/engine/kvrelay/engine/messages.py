@@ -187,6 +187,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     credits: int = 0
     num_steps: int = 0
     step_ms: float = 0.0
+    host_seconds: float = 0.0
+    """Of all steps: to schedule, launch and update them. On a CPU, to launch is to compute."""
     prompt_tokens: int = 0
     computed_tokens: int = 0
     cached_tokens: int = 0

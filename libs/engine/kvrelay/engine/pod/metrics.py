@@ -26,6 +26,7 @@ GAUGES = {
 }
 COUNTERS = {
     "num_steps": "Engine steps",
+    "host_seconds": "Seconds to schedule, launch and update steps; on a CPU with their computing",
     "prompt_tokens": "Prompt tokens of admitted requests",
     "computed_tokens": "Prompt tokens computed",
     "cached_tokens": "Prompt tokens found in the cache",
