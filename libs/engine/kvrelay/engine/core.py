@@ -9,7 +9,6 @@ the runner allows for it, the next step is scheduled and launched before the res
 sequences whose next token depends on nothing but the KV, and takes the tokens that it does not know yet from the device.
 """
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, KeysView
@@ -65,8 +64,7 @@ def no_hook(layer: int) -> None:
 def _on_the_host(part: "Callable[Concatenate[Engine, P], R]") -> "Callable[Concatenate[Engine, P], R]":
     """Counts the time of a part of the step."""
 
-    @functools.wraps(part)
-    def timed(engine: "Engine", *args: P.args, **kwargs: P.kwargs) -> R:
+    def timed(engine: "Engine", /, *args: P.args, **kwargs: P.kwargs) -> R:
         started = time.perf_counter()
         try:
             return part(engine, *args, **kwargs)
