@@ -11,8 +11,10 @@ from kvrelay.engine.attention.registry import choose
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.core import Engine, Runner
 from kvrelay.engine.gpu.graphs import sizes_up_to
+from kvrelay.engine.gpu.inputs import DECODE_WORDS, DeviceInputs, DeviceRows, unpack_decodes
 from kvrelay.engine.gpu.runner import GpuRunner
 from kvrelay.engine.gpu.sampler import TritonSampler
+from kvrelay.engine.gpu.unpack import TritonUnpack
 from kvrelay.engine.loader import LoadedModel, load_model
 from kvrelay.engine.messages import PromptComputed, RequestFailed
 from kvrelay.engine.runner import ModelRunner
@@ -77,7 +79,8 @@ def on_gpu(folder: Path, **options: Any) -> tuple[GpuRunner, LoadedModel, Engine
     sampler = TritonSampler(config.max_num_seqs, loaded.vocab_size, torch.device(DEVICE))
     host_sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
     assert config.kv_cache_bytes is not None
-    runner = GpuRunner(loaded, config, attention, sampler, host_sampler, config.kv_cache_bytes)
+    unpack = TritonUnpack(config.block_size)
+    runner = GpuRunner(loaded, config, attention, sampler, host_sampler, config.kv_cache_bytes, unpack)
     runner.rehearse()
     runner.capture()
     return runner, loaded, config
@@ -203,3 +206,34 @@ def test_sizes_of_graphs() -> None:
         sizes = sizes_up_to(most)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == most
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_inputs_are_unpacked_as_by_torch(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    rows = DeviceRows(7, 300, torch.device(DEVICE))
+    rows.tables.copy_(torch.randint(0, 1000, rows.tables.shape, generator=generator))
+    rows.tokens.copy_(torch.randint(0, 1000, rows.tokens.shape, generator=generator))
+    words = torch.randint(0, 2**40, (DECODE_WORDS, size), generator=generator)
+    words[0] = torch.randperm(8, generator=generator)[:size]
+    words[1] = torch.randint(0, 300 * 16, (size,), generator=generator)
+    words[2] = torch.where(torch.rand(size, generator=generator) < 0.5, -1, words[2])
+    words[4] %= 2**31
+    words[6] %= 2**31
+    words[8:] = torch.rand(3, size, generator=generator, dtype=torch.float64).view(torch.int64)
+    words[1, -1] = -1
+    words = words.to(DEVICE)
+    found, expected = TritonUnpack(16)(words, rows), unpack_decodes(words, rows)
+    for name in DeviceInputs.__dataclass_fields__.keys() - {
+        "block_tables",
+        "last",
+        "sampling",
+        "num_decodes",
+        "prompts",
+    }:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    for name in expected.sampling.__dataclass_fields__:
+        assert torch.equal(getattr(found.sampling, name), getattr(expected.sampling, name)), name
+    for row, length in enumerate(expected.context_lens.tolist()):
+        blocks = -(-length // 16)
+        assert torch.equal(found.block_tables[row, :blocks], expected.block_tables[row, :blocks])

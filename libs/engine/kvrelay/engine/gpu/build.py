@@ -9,6 +9,7 @@ from kvrelay.engine.attention.registry import choose_device
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.gpu.runner import GpuRunner
 from kvrelay.engine.gpu.sampler import TritonSampler
+from kvrelay.engine.gpu.unpack import TritonUnpack
 from kvrelay.engine.loader import LoadedModel
 from kvrelay.engine.sampler import Sampler
 
@@ -25,7 +26,9 @@ def make_runner(config: EngineConfig, loaded: LoadedModel) -> tuple[GpuRunner, s
     host_sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
 
     def runner(kv_cache_bytes: int) -> GpuRunner:
-        return GpuRunner(loaded, config, attention, sampler, host_sampler, kv_cache_bytes)
+        return GpuRunner(
+            loaded, config, attention, sampler, host_sampler, kv_cache_bytes, TritonUnpack(config.block_size)
+        )
 
     try:
         made = runner(config.kv_cache_bytes or _bytes_left(config, runner(_two_blocks(config, loaded))))

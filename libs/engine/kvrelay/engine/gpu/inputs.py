@@ -136,6 +136,7 @@ class DeviceRows:
         self.tables = torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         """Sampled last."""
+        self.starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
 
 
 def send(parts: list[NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
@@ -245,7 +246,7 @@ def unpack_decodes(words: torch.Tensor, rows: DeviceRows) -> DeviceInputs:
         token_ids=torch.where(tokens < 0, rows.tokens[row], tokens),
         positions=positions.clamp(min=0),
         slots=slots,
-        query_starts=torch.arange(len(row) + 1, dtype=torch.int32, device=row.device),
+        query_starts=rows.starts[: len(row) + 1],
         context_lens=(positions + 1).to(torch.int32),
         block_tables=rows.tables[row],
         last=None,

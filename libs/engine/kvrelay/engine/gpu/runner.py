@@ -53,6 +53,10 @@ class DeviceSampler(Protocol):
         ...
 
 
+Unpack = Callable[[torch.Tensor, DeviceRows], DeviceInputs]
+"""What `decode_words` gave, on the device, into a step's inputs."""
+
+
 def _no_hook(layer: int) -> None:
     pass
 
@@ -97,6 +101,7 @@ class GpuRunner:
         sampler: DeviceSampler,
         host_sampler: Sampler,
         kv_cache_bytes: int,
+        unpack: Unpack = unpack_decodes,
     ) -> None:
         """Makes the KV cache and captures the graphs. Raises Unsupported where there is no memory for them."""
         device = torch.device(config.device)
@@ -110,6 +115,7 @@ class GpuRunner:
         self._attention = attention
         self._sampler = sampler
         self._host_sampler = host_sampler
+        self._unpack_decodes = unpack
         self._max_tokens = config.max_num_batched_tokens
         self._max_model_len = loaded.max_model_len
         max_blocks = -(-loaded.max_model_len // config.block_size)
@@ -209,7 +215,7 @@ class GpuRunner:
 
     def _decode(self, words: torch.Tensor, draw: Draw) -> torch.Tensor:
         """A step of single tokens, out of `decode_words` on the device."""
-        return self._sample(unpack_decodes(words, self._rows), draw)
+        return self._sample(self._unpack_decodes(words, self._rows), draw)
 
     def _forward(self, inputs: DeviceInputs) -> torch.Tensor:
         return self._model.forward(
