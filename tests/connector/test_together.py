@@ -27,6 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvrelay.cli.ports import free_ports
 from kvrelay.common.blocks import SPAN, BlockHasher
 from kvrelay.common.ids import BlockId
 from kvrelay.engine.connector.kvstore import KvStoreConnector
@@ -42,7 +43,6 @@ from kvrelay.kvstore.tiers.objects import ObjectTier
 from kvrelay.transfer.block import BlockInfo, checksum
 from tests.connector.hostile import QUICK, access, until
 from tests.connector.pods import FINGERPRINT, Pod, identity
-from tests.connector.stores import free_port
 from tests.fixtures_redis import RedisServer
 from tests.kvstore.faulty_s3 import FaultyS3
 from tests.kvstore.file_tier import check_disk, flip
@@ -94,7 +94,7 @@ class Side:
         bucket |= {f"{field}_file": str(folder / "key") for field in ("access_key_id", "secret_access_key")}
         self._settings = KvStoreSettings(
             tiers=(*tiers, bucket),  # type: ignore[arg-type]
-            grpc_port=free_port(),
+            grpc_port=free_ports(1)[0],
             http_port=0,
             redis_url=redis_url,
             node_id=name,
