@@ -134,9 +134,7 @@ class Stored:
         rotary.rotate_and_store(self.qkv, self.cos, self.sin, at, self.slots, keys, values, self.norm, out, kv_out)
         return out, keys, values
 
-    def twin(
-        self, kv: torch.dtype, wide: bool = False, kv_out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, ...]:
+    def twin(self, kv: torch.dtype, wide: bool = False, kv_out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         keys, values = self.cache(kv), self.cache(kv)
         qkv = self.qkv.double() if wide else self.qkv
         q = rotate_and_store(qkv, self.cos, self.sin, self.positions, self.slots, keys, values, self.norm, kv_out)
