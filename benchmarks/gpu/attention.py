@@ -1,7 +1,8 @@
 """Paged attention on a GPU: each shape is checked against its twin, then timed from a CUDA graph.
 
-    PYTHONPATH=kernels python -m benchmarks.gpu.attention                   # what the kernels' own tables choose
-    PYTHONPATH=kernels python -m benchmarks.gpu.attention --sweep decode    # other block sizes, warps and stages too
+    export PYTHONPATH=kernels:libs/engine
+    python -m benchmarks.gpu.attention                   # what the kernels' own tables choose, and whole prompts by cuDNN
+    python -m benchmarks.gpu.attention --sweep decode    # other block sizes, warps and stages too
 
 A graph calls the kernel on one set of inputs after the other, which together are several times the second-level cache.
 """
@@ -10,11 +11,14 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.nn.attention import SDPBackend
 from triton.runtime.errors import OutOfResources
 
+from kvrelay.engine.attention.whole import WholePrompts, padded
 from kvrelay.kernels.reference import paged_decode, paged_prefill
 from kvrelay.kernels.triton import prefill_attention
 from kvrelay.kernels.triton.decode_attention import DecodeConfig, PagedDecode, decode_config
@@ -215,15 +219,62 @@ def time_prefill(
     )
 
 
+def time_whole(
+    lengths: Sequence[int], heads: Heads = LLAMA_8B, backend: SDPBackend = SDPBackend.CUDNN_ATTENTION
+) -> Timing:
+    """Prompts of these `lengths` as the engine computes them: on their own keys, one after the other, into one output.
+
+    The configuration says how long the first call for these lengths took. Raises ArithmeticError where a result is wrong.
+    """
+    dtype, ends = torch.bfloat16, list(itertools.accumulate(lengths))
+    spans = list(zip([0, *ends[:-1]], ends, strict=True))
+    rows = max(start + padded(end - start) for start, end in spans)
+    attend = WholePrompts(backend, heads.query, heads.kv, heads.dim, dtype, "cuda")
+    set_bytes = (rows * heads.query + 2 * ends[-1] * heads.kv) * heads.dim * dtype.itemsize
+    inputs = [
+        [
+            torch.empty(shape, dtype=dtype, device="cuda").normal_()
+            for shape in ((rows, heads.query, heads.dim), (2, ends[-1], heads.kv, heads.dim))
+        ]
+        for _ in range(max(2, min(64, round(4 * CACHE_BYTES / set_bytes))))
+    ]
+    out = torch.empty(ends[-1], heads.query, heads.dim, dtype=dtype, device="cuda")
+
+    def call(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        for start, end in spans:
+            mixed = attend(q, kv, start, end)
+            if len(mixed) == len(out):
+                return mixed
+            out[start:end] = mixed
+        return out
+
+    begun = time.perf_counter()
+    result = call(*inputs[0])
+    torch.cuda.synchronize()
+    first_ms = 1000 * (time.perf_counter() - begun)
+    (start, end), (q, kv) = spans[-1], inputs[0]
+    last = slice(end - min(256, end - start), end)
+    one = torch.tensor([0, last.stop - last.start])
+    table, lens = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.tensor([end - start], device="cuda")
+    twin = paged_prefill(q[last].float(), *(side[start:end][None] for side in kv), table, one, lens)
+    check("whole prompts", result[last], twin)
+    us = measure([functools.partial(call, *given) for given in inputs])
+    flops = 4 * sum(length * (length + 1) // 2 for length in lengths) * heads.query * heads.dim
+    shape = " ".join(f"{len(list(same))} x {length} of {length}" for length, same in itertools.groupby(lengths))
+    config = f"{backend.name.lower()}, first {first_ms:.0f} ms"
+    return Timing("whole", heads.name, shape, config, us, 1e6 * flops / BF16_FLOPS, flops / us / 1e6, "TFLOP/s")
+
+
 DECODE_SHAPES = [(1, 1024), (8, 1024), (64, 1024), (64, 4096), (256, 1024), (1, 32768)]
 PREFILL_SHAPES = [[(8192, 8192)], [(2048, 2048)] * 4, [(512, 512)], [(512, 8192)], [(64, 1024)] * 16]
+WHOLE_SHAPES = [[8192], [2048] * 4, [1024] * 8, [512] * 16, [512], [1024], [1500], [5000]]
 
-# Tile, warps, stages, programs of a multiprocessor.
+# Tile, warps, stages, programs of a multiprocessor, tiles of a program at least.
 DECODE_SWEEP = [
     DecodeConfig(*numbers)
     for numbers in [
-        (64, 4, 5, 2), (64, 4, 5, 3), (64, 4, 7, 2), (64, 4, 7, 4), (64, 4, 7, 6), (64, 4, 9, 1), (64, 8, 7, 2),
-        (32, 4, 7, 3), (32, 4, 9, 3), (32, 4, 11, 2), (32, 4, 7, 6), (32, 2, 9, 3), (128, 8, 5, 1), (128, 4, 5, 1),
+        (64, 4, 4, 2, 1), (64, 4, 4, 2, 2), (64, 4, 3, 3, 2), (64, 8, 4, 2, 1), (64, 8, 4, 2, 2), (32, 4, 6, 2, 2),
+        (32, 4, 4, 4, 2), (32, 4, 5, 3, 4), (128, 8, 4, 1, 1), (16, 4, 8, 3, 4),
     ]
 ]  # fmt: skip
 # Rows, tile, warps, stages.
@@ -244,11 +295,14 @@ def tuned() -> Iterable[Timing]:
             yield time_decode(batch, context, heads)
         for parts in PREFILL_SHAPES:
             yield time_prefill(parts, heads)
+        for lengths in WHOLE_SHAPES:
+            yield time_whole(lengths, heads)
+            yield time_prefill([(length, length) for length in lengths], heads)
 
 
 def sweep_decode(heads: Heads = LLAMA_8B) -> Iterable[Timing]:
     """All configurations on the shapes that matter most; those that do not fit are left out."""
-    for batch, context in [(64, 4096), (256, 1024), (64, 1024), (1, 1024)]:
+    for batch, context in [(1, 1024), (8, 1024), (64, 1024), (64, 4096), (1, 32768)]:
         for config in DECODE_SWEEP:
             try:
                 yield time_decode(batch, context, heads, config=config)

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from kvrelay.common.request import ChoiceDelta, SamplingParams
 from kvrelay.engine.attention.registry import choose
+from kvrelay.engine.attention.whole import WholePrompts
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.core import Engine
 from kvrelay.engine.gpu.graphs import sizes_up_to
@@ -65,8 +67,8 @@ def config_of(folder: Path, device: str, **options: Any) -> EngineConfig:
     return EngineConfig(**(defaults | options))
 
 
-def on_gpu(folder: Path, **options: Any) -> tuple[GpuRunner, LoadedModel, EngineConfig]:
-    """With the interpreter, what a GPU does happens on the CPU."""
+def on_gpu(folder: Path, whole_from: int | None = None, **options: Any) -> tuple[GpuRunner, LoadedModel, EngineConfig]:
+    """With the interpreter, what a GPU does happens on the CPU. Prompts of `whole_from` tokens and more by torch's kernels."""
     from kvrelay.engine.attention.triton import TritonAttention
     from kvrelay.kernels.triton.ops import TritonOps
 
@@ -76,7 +78,11 @@ def on_gpu(folder: Path, **options: Any) -> tuple[GpuRunner, LoadedModel, Engine
         assert isinstance(loaded.model._ops, ReferenceOps)
         for part in (loaded.model, *loaded.model._layers):
             part._ops = TritonOps()
-    attention = TritonAttention(config, loaded.model_config, loaded.model.dtype)
+    model, dtype = loaded.model_config, loaded.model.dtype
+    whole = whole_from and WholePrompts(
+        SDPBackend.MATH, model.num_heads, model.num_kv_heads, model.head_dim, dtype, DEVICE, from_tokens=whole_from
+    )
+    attention = TritonAttention(config, model, dtype, whole or None)
     sampler = TritonSampler(config.max_num_seqs, loaded.vocab_size, torch.device(DEVICE))
     host_sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
     assert config.kv_cache_bytes is not None
@@ -190,6 +196,16 @@ def test_says_what_the_cpu_says(folder: Path, mix: str, request: pytest.FixtureR
     for request_id, logprobs in gpu.prompt_logprobs.items():
         for found, expected in zip(logprobs, cpu.prompt_logprobs[request_id], strict=True):
             assert found.chosen.logprob == pytest.approx(expected.chosen.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_whole_prompts_apart(folder: Path) -> None:
+    """Short and long ones, chunks and single tokens share steps."""
+    requests = requests_of(*[{"temperature": 0.0, "max_tokens": 2}] * 4, lengths=(17, 1, 40, 16))
+    gpu, cpu = Bench(on_gpu(folder, whole_from=16)), Bench(on_cpu(folder))
+    gpu.run(requests)
+    cpu.run(requests)
+    assert gpu.tokens() == cpu.tokens()
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)

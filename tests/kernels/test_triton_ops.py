@@ -125,17 +125,19 @@ class Stored:
     def cache(self, dtype: torch.dtype) -> torch.Tensor:
         return poison(randn(2 * len(self.qkv) + 5, self.num_kv, self.qkv.shape[-1])).to(dtype)
 
-    def run(self, kv: torch.dtype, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def run(
+        self, kv: torch.dtype, positions: torch.Tensor | None = None, kv_out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
         keys, values = self.cache(kv), self.cache(kv)
         out = poison(self.qkv[:, : self.num_q].contiguous())
         at = self.positions if positions is None else positions
-        rotary.rotate_and_store(self.qkv, self.cos, self.sin, at, self.slots, keys, values, self.norm, out)
+        rotary.rotate_and_store(self.qkv, self.cos, self.sin, at, self.slots, keys, values, self.norm, out, kv_out)
         return out, keys, values
 
-    def twin(self, kv: torch.dtype, wide: bool = False) -> tuple[torch.Tensor, ...]:
+    def twin(self, kv: torch.dtype, wide: bool = False, kv_out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         keys, values = self.cache(kv), self.cache(kv)
         qkv = self.qkv.double() if wide else self.qkv
-        q = rotate_and_store(qkv, self.cos, self.sin, self.positions, self.slots, keys, values, self.norm)
+        q = rotate_and_store(qkv, self.cos, self.sin, self.positions, self.slots, keys, values, self.norm, kv_out)
         return q, keys, values
 
 
@@ -164,6 +166,20 @@ def test_rotate_and_store(tokens: int, num_q: int, num_kv: int, dim: int, normed
     assert torch.equal(case.qkv, before)
     for found, again in zip((q, keys, values), case.run(dtype, case.positions.to(torch.int32)), strict=True):
         torch.testing.assert_close(again, found, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_of_all_tokens(dtype: torch.dtype) -> None:
+    """Whether they are stored or not; the cache holds the same."""
+    case = Stored(5, 9, 3, 64, True, dtype)
+    kept, twin = (poison(randn(2, 5, 3, 64, dtype=dtype)) for _ in range(2))
+    q, keys, values = case.run(dtype, kv_out=kept)
+    case.twin(dtype, kv_out=twin)
+    torch.testing.assert_close(kept, twin, rtol=ULP[dtype], atol=10 * WIDE)
+    stored = case.slots >= 0
+    assert torch.equal(kept[0, stored], keys[case.slots[stored]])
+    assert torch.equal(kept[1, stored], values[case.slots[stored]])
+    assert torch.equal(q, case.run(dtype)[0])
 
 
 @pytest.mark.parametrize(

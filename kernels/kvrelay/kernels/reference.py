@@ -118,10 +118,12 @@ def rotate_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
     norm: "Norm | None",
+    kv_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Heads `qkv` [T, Hq + 2 Hkv, D] of tokens at `positions` [T]: queries and keys are normed, if so asked (`norm` is of
     [Hq + Hkv, D]), and turned by the float32 tables `cos` and `sin` [positions, D / 2]. Keys and values go into the cached
-    `keys` and `values` [slots, Hkv, D] at `slots` int64 [T], nowhere where that is -1. Gives the queries, [T, Hq, D].
+    `keys` and `values` [slots, Hkv, D] at `slots` int64 [T], nowhere where that is -1; those of all tokens into `kv_out`
+    [2, T, Hkv, D] as well, in the model's dtype. Gives the queries, [T, Hq, D].
 
     Everything is float32 until a result is rounded to the model's dtype; from that, the cache's (what is too large for
     8 bits becomes the largest).
@@ -137,6 +139,8 @@ def rotate_and_store(
     kept = slots >= 0
     for cached, new in ((keys, turned[:, -num_kv:]), (values, qkv[:, num_turned:])):
         cached[slots[kept]] = narrow(new[kept], cached.dtype)
+    if kv_out is not None:
+        kv_out[0], kv_out[1] = turned[:, -num_kv:], qkv[:, num_turned:]
     return turned[:, :-num_kv].contiguous()
 
 

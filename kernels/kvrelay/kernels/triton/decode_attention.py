@@ -18,27 +18,46 @@ HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 64
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
-def _plan(
-    lens, bounds, starts, num_seqs, HKV: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SEQS: tl.constexpr
-):
-    """`bounds` [S + 1]: a KV head's tiles in the sequences before each; `starts` [programs]: the sequence each one begins in."""
-    program = tl.program_id(0)
-    rows = tl.arange(0, SEQS)
-    length = tl.load(lens + rows, mask=rows < num_seqs, other=0)
+@triton.jit
+def _tiles_of(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Of a sequence, those that hold what is attended to."""
     tiles = tl.cdiv(length, TILE)
     if WINDOW > 0:
         tiles -= tl.maximum(length - WINDOW, 0) // TILE
+    return tiles
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _plan(
+    lens, stretches, num_seqs, HKV: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, LEAST: tl.constexpr,
+    SEQS: tl.constexpr,
+):  # fmt: skip
+    """A row of `stretches` [programs, 8] for each program: all that it needs to begin, so that it waits for loads once."""
+    program = tl.program_id(0)
+    rows = tl.arange(0, SEQS)
+    length = tl.load(lens + rows, mask=rows < num_seqs, other=0)
+    tiles = _tiles_of(length, TILE, WINDOW)
     ends = tl.cumsum(tiles, 0)
-    share = tl.cdiv(tl.sum(tiles, 0) * HKV, tl.num_programs(0))
-    tl.store(starts + program, tl.sum((ends * HKV <= program * share).to(tl.int32), 0))
-    if program == 0:
-        tl.store(bounds + rows, ends - tiles, mask=rows < num_seqs)
-        tl.store(bounds + num_seqs, tl.sum(tiles, 0))
+    all_tiles = tl.sum(tiles, 0) * HKV
+    share = tl.maximum(tl.cdiv(all_tiles, tl.num_programs(0)), LEAST)
+    begin = program * share
+    seq = tl.sum((ends * HKV <= begin).to(tl.int32), 0)
+    own = rows == seq
+    tiles_of_own = tl.sum(tl.where(own, tiles, 0), 0)
+    within = begin - tl.sum(tl.where(own, ends - tiles, 0), 0) * HKV
+    head = within // tl.maximum(tiles_of_own, 1)
+    row = stretches + program * 8
+    tl.store(row, seq)
+    tl.store(row + 1, head)
+    tl.store(row + 2, within - head * tiles_of_own)
+    tl.store(row + 3, tl.maximum(tl.minimum(share, all_tiles - begin), 0))
+    tl.store(row + 4, share)
+    tl.store(row + 5, tl.sum(tl.where(own, length, 0), 0))
+    tl.store(row + 6, tl.sum(((rows < num_seqs) & (length == 0)).to(tl.int32), 0))
 
 
 @triton.jit
-def _merge(sums, partial, first, pieces, rows, dims, GROUP: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr):
+def _merge(weighed, partial, first, pieces, rows, dims, GROUP: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr):
     """What the programs from `first` on have left of one KV head: its output [rows, D]."""
     highest = tl.full([rows.shape[0]], LOWEST, tl.float32)
     total = tl.zeros([rows.shape[0]], tl.float32)
@@ -47,59 +66,51 @@ def _merge(sums, partial, first, pieces, rows, dims, GROUP: tl.constexpr, D: tl.
         piece = begin + tl.arange(0, PIECES)
         # A program's second place is for a head that begins in it, its first for one that began earlier.
         place = 2 * (first + piece) + (piece == 0)
-        at = place[:, None] * GROUP + rows[None, :] % GROUP
-        mask = (piece < pieces)[:, None]
+        # Pieces are the middle axis: it is the one that is not split between warps.
+        at = place[None, :] * GROUP + rows[:, None] % GROUP
+        mask = (piece < pieces)[None, :]
         # Past the first-level cache, which may hold what lay here before.
-        tops = tl.load(sums + 2 * at, mask=mask, other=LOWEST, cache_modifier=".cg")
-        parts = tl.load(sums + 2 * at + 1, mask=mask, other=0, cache_modifier=".cg")
+        weights = tl.load(weighed + at, mask=mask, other=LOWEST, cache_modifier=".cg")
         values = tl.load(
             partial + at[:, :, None] * D + dims[None, None, :], mask=mask[:, :, None], other=0, cache_modifier=".cg"
         )
-        higher = tl.maximum(highest, tl.max(tops, 0))
-        weights = tl.exp2(tops - higher[None, :])
+        higher = tl.maximum(highest, tl.max(weights, 1))
+        weights = tl.exp2(weights - higher[:, None])
         fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(parts * weights, 0)
-        acc = acc * fade[:, None] + tl.sum(values * weights[:, :, None], 0)
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None] + tl.sum(values * weights[:, :, None], 1)
         highest = higher
     return acc / total[:, None]
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _decode(
-    q, keys, values, tables, lens, out, bounds, starts, sums, partial, arrivals, num_seqs, q_stride, out_stride, table_stride,
+    q, keys, values, tables, lens, out, stretches, weighed, partial, arrivals, num_seqs, q_stride, out_stride, table_stride,
     scale, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    # Sequences of nothing; from the last program on, which has no tiles where there is little to do.
-    width = tl.arange(0, triton.next_power_of_2(HKV * GROUP * D))
-    for none in range(programs - 1 - program, num_seqs, programs):
-        empty = (tl.load(lens + none) == 0) & (width < HKV * GROUP * D)
-        tl.store(out + none * out_stride + width, tl.zeros_like(width).to(out.dtype.element_ty), mask=empty)
-
-    all_tiles = tl.load(bounds + num_seqs) * HKV
-    seq = tl.load(starts + program)
-    share = tl.cdiv(all_tiles, programs)
-    tile = program * share
-    end = tl.minimum(tile + share, all_tiles)
+    row = stretches + program * 8
+    seq = tl.load(row)
+    head = tl.load(row + 1)
+    at = tl.load(row + 2)
+    left = tl.load(row + 3)
+    share = tl.load(row + 4)
+    length = tl.load(row + 5)
+    empties = tl.load(row + 6)
+    begin = program * share
     rows = tl.arange(0, ROWS)
     merged = tl.arange(0, MERGED)
     dims = tl.arange(0, D)
-    offsets = tl.arange(0, TILE)
 
-    while tile < end:
-        before = tl.load(bounds + seq)
-        tiles = tl.load(bounds + seq + 1) - before
-        length = tl.load(lens + seq)
-        head = (tile - before * HKV) // tl.maximum(tiles, 1)
-        head_begin = before * HKV + head * tiles
-        head_end = head_begin + tiles
-        stop = tl.minimum(end, head_end)
-        if tiles > 0:
+    while left > 0:
+        tiles = _tiles_of(length, TILE, WINDOW)
+        count = tl.minimum(left, tiles - at)
+        if count > 0:
             oldest = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-            token = (oldest // TILE + tile - head_begin) * TILE + offsets
+            token = (oldest // TILE + at) * TILE + tl.arange(0, TILE)
             table = tables + seq * table_stride
+            slots = slots_of(table, token, length - 1, BLOCK_SIZE)
             heads = head * GROUP + rows
             query = tl.load(
                 q + seq * q_stride + heads[:, None] * D + dims[None, :], mask=(rows < GROUP)[:, None], other=0
@@ -107,43 +118,56 @@ def _decode(
             highest = tl.full([ROWS], LOWEST, tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, D], tl.float32)
-            for _ in range(tile, stop):
-                slots = slots_of(table, token, length - 1, BLOCK_SIZE)
-                at = (slots * HKV + head)[:, None] * D + dims[None, :]
-                k = tl.load(keys + at)
-                v = tl.load(values + at)
+            for _ in range(count):
+                places = (slots.to(tl.int64) * HKV + head)[:, None] * D + dims[None, :]
+                k = tl.load(keys + places)
+                v = tl.load(values + places)
+                # A tile ahead, so that KV is not waited for twice.
+                slots = slots_of(table, token + TILE, length - 1, BLOCK_SIZE)
                 raw, factor = raw_scores(query, k, scale, SOFTCAP)
                 raw = tl.where(((token >= oldest) & (token < length))[None, :], raw, float("-inf"))
                 highest, total, acc = absorb(highest, total, acc, raw, factor, v)
                 token += TILE
 
+            mean = acc / total[:, None]
             out_row = out + seq * out_stride + head * GROUP * D
-            if stop - tile == tiles:
+            if count == tiles:
                 tl.store(
                     out_row + rows[:, None] * D + dims[None, :],
-                    (acc / total[:, None]).to(out.dtype.element_ty),
+                    mean.to(out.dtype.element_ty),
                     mask=(rows < GROUP)[:, None],
                 )
             else:
-                place = (2 * program + (tile == head_begin)) * GROUP + rows
-                tl.store(sums + 2 * place, highest, mask=rows < GROUP)
-                tl.store(sums + 2 * place + 1, total, mask=rows < GROUP)
-                tl.store(partial + place[:, None] * D + dims[None, :], acc, mask=(rows < GROUP)[:, None])
-                first = head_begin // share
-                pieces = (head_end - 1) // share - first + 1
+                place = (2 * program + (at == 0)) * GROUP + rows
+                tl.store(weighed + place, highest + tl.log2(total), mask=rows < GROUP)
+                tl.store(partial + place[:, None] * D + dims[None, :], mean, mask=(rows < GROUP)[:, None])
+                first = (begin - at) // share
+                pieces = (begin - at + tiles - 1) // share - first + 1
                 # All threads' stores come before the one thread's count.
                 tl.debug_barrier()
                 if tl.atomic_add(arrivals + first, 1, sem="acq_rel") == pieces - 1:
                     tl.store(arrivals + first, 0)
-                    result = _merge(sums, partial, first, pieces, merged, dims, GROUP, D, PIECES)
+                    whole = _merge(weighed, partial, first, pieces, merged, dims, GROUP, D, PIECES)
                     tl.store(
                         out_row + merged[:, None] * D + dims[None, :],
-                        result.to(out.dtype.element_ty),
+                        whole.to(out.dtype.element_ty),
                         mask=(merged < GROUP)[:, None],
                     )
-        if stop == before * HKV + tiles * HKV:
+        left -= count
+        begin += count
+        at = 0
+        head += 1
+        if (head == HKV) | (tiles == 0):
+            head = 0
             seq += 1
-        tile = stop
+            length = tl.load(lens + seq, mask=seq < num_seqs, other=0)
+
+    if empties > 0:
+        # From the last program on, which has no tiles where there is little to do.
+        width = tl.arange(0, triton.next_power_of_2(HKV * GROUP * D))
+        for none in range(tl.num_programs(0) - 1 - program, num_seqs, tl.num_programs(0)):
+            empty = (tl.load(lens + none) == 0) & (width < HKV * GROUP * D)
+            tl.store(out + none * out_stride + width, tl.zeros_like(width).to(out.dtype.element_ty), mask=empty)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,18 +178,20 @@ class DecodeConfig:
     """Tokens a program takes at a time; a power of two, 16 or more."""
     warps: int
     stages: int
-    """Of loads on their way, those of the block table and then those of KV: half as many tiles lie in shared memory."""
+    """Tiles in work: one is computed on, the others are on their way."""
     programs: int
     """For each multiprocessor."""
+    least: int = 1
+    """Tiles of a program, where there are few."""
 
 
 def decode_config(head_dim: int, group: int, dtype: torch.dtype) -> DecodeConfig:
     """What was fastest on an H200, of what fits."""
     if dtype is torch.float32:
-        return DecodeConfig(tile=16, warps=4, stages=3, programs=2)
+        return DecodeConfig(tile=16, warps=4, stages=2, programs=2)
     if head_dim == 256:
-        return DecodeConfig(tile=32, warps=8 if group > 32 else 4, stages=7, programs=2)
-    return DecodeConfig(tile=64, warps=4, stages=7, programs=2)
+        return DecodeConfig(tile=32, warps=8 if group > 32 else 4, stages=4, programs=2)
+    return DecodeConfig(tile=64, warps=4, stages=4, programs=2)
 
 
 class PagedDecode:
@@ -203,10 +229,9 @@ class PagedDecode:
         # Without a GPU the interpreter runs programs one after the other, and a few show as much as many.
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
         self.programs = units * self.config.programs
-        self._bounds = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
-        self._starts = torch.zeros(self.programs, dtype=torch.int32, device=device)
+        self._stretches = torch.zeros(self.programs, 8, dtype=torch.int32, device=device)
         self._arrivals = torch.zeros(self.programs, dtype=torch.int32, device=device)
-        self._sums = torch.empty(self.programs, 2, self.group, 2, dtype=torch.float32, device=device)
+        self._weighed = torch.empty(self.programs, 2, self.group, dtype=torch.float32, device=device)
         self._partial = torch.empty(self.programs, 2, self.group, head_dim, dtype=torch.float32, device=device)
 
     def plan(self, lens: torch.Tensor) -> None:
@@ -215,8 +240,8 @@ class PagedDecode:
         if lens.shape[0] > self.max_seqs:
             raise ValueError(f"{lens.shape[0]} sequences are more than {self.max_seqs}")
         _plan[(self.programs,)](
-            lens, self._bounds, self._starts, lens.shape[0],
-            HKV=self.num_kv_heads, TILE=self.config.tile, WINDOW=self.window,
+            lens, self._stretches, lens.shape[0],
+            HKV=self.num_kv_heads, TILE=self.config.tile, WINDOW=self.window, LEAST=self.config.least,
             SEQS=triton.next_power_of_2(self.max_seqs),
         )  # fmt: skip
 
@@ -236,11 +261,11 @@ class PagedDecode:
         merged = triton.next_power_of_2(self.group)
         _decode[(self.programs,)](
             q, keys, values, block_tables, lens, out,
-            self._bounds, self._starts, self._sums, self._partial, self._arrivals,
+            self._stretches, self._weighed, self._partial, self._arrivals,
             q.shape[0], q.stride(0), out.stride(0), block_tables.stride(0), self.scale,
             HKV=self.num_kv_heads, GROUP=self.group, D=self.head_dim, BLOCK_SIZE=self.block_size, TILE=self.config.tile,
             WINDOW=self.window, SOFTCAP=self.softcap, ROWS=rows, MERGED=merged,
-            PIECES=max(1, 4096 // (merged * self.head_dim)),
+            PIECES=max(1, 8192 // (merged * self.head_dim)),
             num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip
         return out

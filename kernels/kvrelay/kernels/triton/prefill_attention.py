@@ -71,7 +71,7 @@ def _prefill(
     key = first_tile * TILE + tl.arange(0, TILE)
     for at in range(first_tile, newest_row // TILE + 1):
         slots = slots_of(table, key, context - 1, BLOCK_SIZE)
-        places = (slots * HKV + head)[:, None] * D + dims[None, :]
+        places = (slots.to(tl.int64) * HKV + head)[:, None] * D + dims[None, :]
         k = tl.load(keys + places)
         raw, factor = raw_scores(query, k, scale, SOFTCAP)
         # Most tiles are seen whole by all rows.

@@ -78,8 +78,8 @@ def _rotate(
 
 @triton.jit
 def _rotate_and_store(
-    qkv, stride, num_q, num_kv, cos, sin, positions, slots, weight, eps, q, keys, values,
-    NORM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    qkv, stride, num_q, num_kv, cos, sin, positions, slots, weight, eps, q, kv, keys, values,
+    NORM: tl.constexpr, KEEP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -105,6 +105,15 @@ def _rotate_and_store(
     to_q = q + (token * num_q + head) * DIM + at
     tl.store(to_q, first, mask=is_q)
     tl.store(to_q + DIM // 2, second, mask=is_q)
+
+    if KEEP:
+        # Keys of all tokens, then values of all.
+        is_kv = inside & (head >= num_q)
+        is_value = head >= num_q + num_kv
+        side = tl.where(is_value, tl.num_programs(0).to(tl.int64) * num_kv, 0)
+        to_kv = kv + (side + token * num_kv + head - num_q - tl.where(is_value, num_kv, 0)) * DIM + at
+        tl.store(to_kv, first, mask=is_kv)
+        tl.store(to_kv + DIM // 2, second, mask=is_kv)
 
     slot = tl.load(slots + token)
     kept = inside & (slot >= 0)
@@ -144,8 +153,10 @@ def rotate_and_store(
     values: torch.Tensor,
     norm: Norm | None,
     out: torch.Tensor | None = None,
+    kv_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.rotate_and_store`, whose results it gives but for rounding. A token's `qkv` are contiguous."""
+    """See `reference.rotate_and_store`, whose results it gives but for rounding. A token's `qkv` are contiguous; `out` and
+    `kv_out` are."""
     tokens, heads, dim = qkv.shape
     num_kv = keys.shape[1]
     num_q = heads - 2 * num_kv
@@ -155,8 +166,9 @@ def rotate_and_store(
         half, block, warps = _shape(tokens, heads, dim)
         weight, eps = (cos, cos) if norm is None else (norm.weight, norm.eps)
         _rotate_and_store[(tokens, triton.cdiv(heads, block))](
-            qkv, qkv.stride(0), num_q, num_kv, cos, sin, positions, slots, weight, eps, out, keys, values,
-            NORM=norm is not None, DIM=dim, HALF=half, HEADS=block, num_warps=warps,
+            qkv, qkv.stride(0), num_q, num_kv, cos, sin, positions, slots, weight, eps, out,
+            out if kv_out is None else kv_out, keys, values,
+            NORM=norm is not None, KEEP=kv_out is not None, DIM=dim, HALF=half, HEADS=block, num_warps=warps,
         )  # fmt: skip
     return out
 

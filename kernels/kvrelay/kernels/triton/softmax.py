@@ -19,7 +19,7 @@ def slots_of(table, token, last_token, BLOCK_SIZE: tl.constexpr):
     Tokens behind the last stand for it: what is loaded is always the sequence's own, and needs no mask.
     """
     token = tl.minimum(token, last_token)
-    return tl.load(table + token // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+    return tl.load(table + token // BLOCK_SIZE) * BLOCK_SIZE + token % BLOCK_SIZE
 
 
 @triton.jit

@@ -1,18 +1,24 @@
 """Which backend attends, and why: the first of the list that can, or the one that was asked for."""
 
+import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from kvrelay.common.errors import Unsupported
 from kvrelay.engine.attention.base import AttentionBackend
 from kvrelay.engine.attention.cpu import CpuAttention
 from kvrelay.engine.attention.gathered import GatheredDecoding
+from kvrelay.engine.attention.whole import WholePrompts
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.gpu.attention import DeviceAttention
 from kvrelay.engine.models.config import ModelConfig
+
+log = logging.getLogger(__name__)
 
 Backend = TypeVar("Backend")
 
@@ -41,22 +47,48 @@ def _torch_cpu(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kv_
     return CpuAttention("torch-cpu", dtype, GatheredDecoding(dtype))
 
 
-def _triton(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> DeviceAttention:
+def _triton(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    whole: WholePrompts | None = None,
+) -> DeviceAttention:
     try:
         from kvrelay.engine.attention.triton import TritonAttention
     except ImportError as error:
         raise Unfit(f"Triton is not there ({error})") from error
     try:
-        return TritonAttention(config, model, dtype)
+        return TritonAttention(config, model, dtype, whole)
     except ValueError as error:
         raise Unfit(str(error)) from error
+
+
+def _cudnn(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> DeviceAttention:
+    if kv_dtype is not dtype:
+        raise Unfit(f"KV is stored as {kv_dtype}, and what is stored must be attended to")
+    whole = WholePrompts(
+        SDPBackend.CUDNN_ATTENTION, model.num_heads, model.num_kv_heads, model.head_dim, dtype, config.device
+    )
+    if (reason := whole.reason_against_cudnn()) is not None:
+        raise Unfit(reason)
+    begun = time.perf_counter()
+    try:
+        lengths = whole.rehearse(min(config.max_num_batched_tokens, config.max_model_len or model.max_positions))
+    except RuntimeError as error:  # what torch makes of cuDNN's errors
+        raise Unfit(str(error)) from error
+    log.info("cuDNN made plans for %d lengths of prompts in %.1f s", len(lengths), time.perf_counter() - begun)
+    return _triton(config, model, dtype, kv_dtype, whole)
 
 
 _ON_CPU = {
     "paged-cpu": (_paged_cpu, "decodes by a compiled kernel on paged KV, prefills by torch"),
     "torch-cpu": (_torch_cpu, "torch's fused attention, decodes over gathered blocks"),
 }
-_ON_GPU = {"triton": (_triton, "Triton kernels on paged KV")}
+_ON_GPU = {
+    "cudnn": (_cudnn, "long whole prompts by cuDNN, all else by Triton kernels on paged KV"),
+    "triton": (_triton, "Triton kernels on paged KV"),
+}
 
 
 def choose(
@@ -71,9 +103,13 @@ def choose(
     )
 
 
-def choose_device(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> tuple[DeviceAttention, str]:
-    """As `choose`, on a GPU."""
-    return _first(config, {name: (partial(make, config, model, dtype), what) for name, (make, what) in _ON_GPU.items()})
+def choose_device(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> tuple[DeviceAttention, str]:
+    """As `choose`, on a GPU. What kernels must make before the first step is made for the thread that calls this."""
+    return _first(
+        config, {name: (partial(make, config, model, dtype, kv_dtype), what) for name, (make, what) in _ON_GPU.items()}
+    )
 
 
 def _first(config: EngineConfig, candidates: dict[str, tuple[Callable[[], Backend], str]]) -> tuple[Backend, str]:

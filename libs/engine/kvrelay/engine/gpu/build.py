@@ -6,6 +6,7 @@ import torch
 
 from kvrelay.common.errors import Unsupported
 from kvrelay.engine.attention.registry import choose_device
+from kvrelay.engine.cache import TORCH_DTYPES, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.gpu.runner import GpuRunner
 from kvrelay.engine.gpu.sampler import TritonSampler
@@ -21,7 +22,8 @@ RESERVED_BYTES = 1 << 30
 
 def make_runner(config: EngineConfig, loaded: LoadedModel) -> tuple[GpuRunner, str]:
     """And the attention backend with the reason for it. Raises Unsupported where memory or kernels lack."""
-    attention, reason = choose_device(config, loaded.model_config, loaded.model.dtype)
+    kv_dtype = TORCH_DTYPES[kv_dtype_of(config.kv_dtype, loaded.dtype)]
+    attention, reason = choose_device(config, loaded.model_config, loaded.model.dtype, kv_dtype)
     sampler = TritonSampler(config.max_num_seqs, loaded.vocab_size, torch.device(config.device))
     host_sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
 

@@ -42,6 +42,16 @@ DECODE_WORDS = 11
 """Of a sequence that computes one token and samples the next."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """Of a step: tokens `start` to `end` are one sequence's."""
+
+    start: int
+    end: int
+    whole: bool
+    """Nothing comes before them."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
     """How R tokens are drawn, each [R]; as `kvrelay.kernels.triton.sample.SampleParams`."""
@@ -78,6 +88,8 @@ class DeviceInputs:
     sampling: SamplingRows
     num_decodes: int
     """The first parts have one token each."""
+    prompts: tuple[Prompt, ...] = ()
+    """On the host: the other parts, in order."""
 
 
 class HostRows:
@@ -202,7 +214,16 @@ def branches(seq: Sequence) -> int:
     return seq.num_branches if seq.num_output == 0 else 1
 
 
-def unpack_step(words: list[torch.Tensor], rows: DeviceRows, num_decodes: int) -> DeviceInputs:
+def prompts_of(parts: list[Scheduled], num_decodes: int) -> tuple[Prompt, ...]:
+    """Of those behind the first `num_decodes`, which have one token each."""
+    ends = itertools.accumulate(part.num_tokens for part in parts)
+    prompts = (Prompt(end - part.num_tokens, end, part.start == 0) for part, end in zip(parts, ends, strict=True))
+    return tuple(itertools.islice(prompts, num_decodes, None))
+
+
+def unpack_step(
+    words: list[torch.Tensor], rows: DeviceRows, num_decodes: int, prompts: tuple[Prompt, ...]
+) -> DeviceInputs:
     (tokens, token_rows, positions, slots), query_starts, (lens, seq_rows), (last, feed_rows), sampling = words
     return DeviceInputs(
         token_ids=torch.where(tokens < 0, rows.tokens[token_rows], tokens),
@@ -215,6 +236,7 @@ def unpack_step(words: list[torch.Tensor], rows: DeviceRows, num_decodes: int) -
         feed_rows=feed_rows,
         sampling=unpack_sampling(sampling),
         num_decodes=num_decodes,
+        prompts=prompts,
     )
 
 

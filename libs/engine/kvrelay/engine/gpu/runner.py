@@ -8,6 +8,7 @@ waits for the device within `launch`.
 """
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -30,9 +31,11 @@ from kvrelay.engine.gpu.inputs import (
     DeviceRows,
     Draw,
     HostRows,
+    Prompt,
     SamplingRows,
     branches,
     decode_words,
+    prompts_of,
     send,
     step_words,
     unpack_decodes,
@@ -140,6 +143,7 @@ class GpuRunner:
             return torch.full(shape, value, dtype=dtype, device=self.device)
 
         lens = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        ends = itertools.accumulate(lengths)
         self._sample(
             DeviceInputs(
                 token_ids=full(num_tokens),
@@ -160,6 +164,7 @@ class GpuRunner:
                     full(count),
                 ),
                 num_decodes=0,
+                prompts=tuple(Prompt(end - n, end, whole=True) for n, end in zip(lengths, ends, strict=True)),
             ),
             Draw.CUT,
         )
@@ -205,7 +210,8 @@ class GpuRunner:
 
     def _unpack(self, parts: list[Scheduled], rows: NDArray[np.int64]) -> DeviceInputs:
         num_decodes = next((i for i, part in enumerate(parts) if part.num_tokens > 1), len(parts))
-        return unpack_step(send(step_words(parts, rows, self._host), self.device), self._rows, num_decodes)
+        words = send(step_words(parts, rows, self._host), self.device)
+        return unpack_step(words, self._rows, num_decodes, prompts_of(parts, num_decodes))
 
     def _send_changes(self) -> None:
         """Of block tables."""
