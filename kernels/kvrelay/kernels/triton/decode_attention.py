@@ -191,7 +191,7 @@ def decode_config(head_dim: int, group: int, dtype: torch.dtype) -> DecodeConfig
         return DecodeConfig(tile=16, warps=4, stages=2, programs=2)
     if head_dim == 256:
         return DecodeConfig(tile=32, warps=8 if group > 32 else 4, stages=4, programs=2)
-    return DecodeConfig(tile=64, warps=4, stages=4, programs=2)
+    return DecodeConfig(tile=32, warps=4, stages=4, programs=4, least=2)
 
 
 class PagedDecode:
