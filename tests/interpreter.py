@@ -20,3 +20,9 @@ if not torch.cuda.is_available():
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = _patch
+
+    def _call(self: "interpreter.InterpretedFunction", *args: object, **kwargs: object) -> object:
+        """A function that a kernel calls: Triton 3.6 sets up the language anew for each, which takes longer than most of them."""
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = _call

@@ -1,7 +1,7 @@
 """Times of the small Triton kernels beside what their memory traffic alone would take.
 
 python -m benchmarks.gpu.ops            all of them at an 8B model's shapes
-python -m benchmarks.gpu.ops --sweep    sampling by other sizes of chunk and other counts of levels
+python -m benchmarks.gpu.ops --sweep    sampling by other sizes of chunk
 """
 
 import argparse
@@ -16,7 +16,7 @@ from kvrelay.kernels.ops import Norm
 from kvrelay.kernels.triton.gate import silu_gate
 from kvrelay.kernels.triton.norm import add_norm
 from kvrelay.kernels.triton.rotary import rotate_and_store
-from kvrelay.kernels.triton.sample import SampleParams, TokenSampler, rounds_for
+from kvrelay.kernels.triton.sample import SampleParams, TokenSampler
 
 FLOOR_TB_S = 4.3
 """What one H200 reads, measured with copies of gigabytes."""
@@ -135,7 +135,6 @@ def time_sample(
     spread: float = 3.0,
     dtype: torch.dtype = torch.float32,
     chunk: int = 4096,
-    levels: int = 16,
 ) -> Timing:
     """Normal logits of this `spread`: 3 leaves a nucleus of thousands of tokens, 1 of most."""
     moved = rows * vocab * dtype.itemsize
@@ -151,10 +150,10 @@ def time_sample(
         choice=torch.zeros(rows, device="cuda", dtype=torch.int32),
         position=torch.arange(rows, device="cuda") * 17,
     )
-    sampler = TokenSampler(rows, vocab, "cuda", chunk, levels)
+    sampler = TokenSampler(rows, vocab, "cuda", chunk)
     tokens = torch.empty(rows, dtype=torch.int64, device="cuda")
     finite = torch.empty(rows, dtype=torch.bool, device="cuda")
-    asked = {"draws": kind != "greedy", "top_k": "top_k" in SAMPLED[kind], "top_p": "top_p" in SAMPLED[kind]}
+    asked = {"draws": kind != "greedy", "cuts": "top_k" in SAMPLED[kind] or "top_p" in SAMPLED[kind]}
     us = time_us(lambda i: sampler(logits[i], params, tokens, finite, **asked), sets)
     return Timing(f"sample: {kind}", f"R {rows} V {vocab} spread {spread:g} {str(dtype)[6:]}", us, moved)
 
@@ -183,10 +182,10 @@ def timings() -> Iterator[Timing]:
 
 
 def sweep() -> None:
-    for chunk, levels in itertools.product((2048, 4096, 8192), (8, 16, 32)):
-        print(f"chunk {chunk}, levels {levels}, rounds {rounds_for(levels)}")
-        for rows, kind in itertools.product((1, 256), ("greedy", "drawn", "top-k", "top-p")):
-            print(" ", time_sample(rows, 128256, kind, chunk=chunk, levels=levels), flush=True)
+    for chunk in (1024, 2048, 4096, 8192):
+        print(f"chunk {chunk}")
+        for rows, kind in itertools.product((1, 64, 256), ("greedy", "drawn", "top-k", "top-p")):
+            print(" ", time_sample(rows, 128256, kind, chunk=chunk), flush=True)
 
 
 def main() -> None:

@@ -10,17 +10,17 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.ops import FLOOR_TB_S, Timing, sets_for, time_us
-from kvrelay.kernels import reference
 from kvrelay.kernels.ops import Norm
 from kvrelay.kernels.triton.gate import silu_gate
 from kvrelay.kernels.triton.gemv import GemvConfig, gemv, gemv_config
 from kvrelay.kernels.triton.norm import add_norm
+from kvrelay.kernels.triton.thin import ThinConfig, thin, thin_config
 
 BF16 = torch.bfloat16
 ROUGHLY = 1e-2
@@ -71,44 +71,38 @@ def check(got: torch.Tensor, expected: torch.Tensor, roughly: float = ROUGHLY) -
         raise ArithmeticError(f"results are {off.item():.2g} of the largest apart")
 
 
-def time_product(tokens: int, name: str, shape: tuple[int, int], config: GemvConfig | None = None) -> Compared:
-    """Plain, without what may be fused."""
+def product(
+    x: torch.Tensor, weight: torch.Tensor, gated: bool = False, config: GemvConfig | ThinConfig | None = None
+) -> torch.Tensor:
+    if isinstance(config, GemvConfig) or (config is None and len(x) == 1):
+        return gemv(x, weight, gated=gated, config=config)
+    return thin(x, weight, gated=gated, config=config)
+
+
+def chosen(tokens: int, shape: tuple[int, int], gated: bool = False) -> GemvConfig | ThinConfig:
+    return gemv_config(*shape, gated) if tokens == 1 else thin_config(*shape)
+
+
+def time_product(tokens: int, name: str, shape: tuple[int, int]) -> Compared:
     moved = shape[0] * shape[1] * 2
     sets = weights(shape, sets_for(moved))
     x = torch.randn(tokens, shape[1], device="cuda").to(BF16)
-    outs = [torch.full((tokens, shape[0]), float("nan"), device="cuda", dtype=BF16) for _ in sets]
-    check(gemv(x, sets[0], out=outs[0], config=config), reference.gemv(x, sets[0]))
-    us = time_us(lambda i: gemv(x, sets[i], out=outs[i], config=config), len(sets))
-    torch_us = time_us(lambda i: F.linear(x, sets[i]), len(sets))
-    return Compared(Timing(f"gemv: {name}", f"T {tokens} {shape[0]} x {shape[1]}", us, moved), torch_us)
-
-
-def time_fused(tokens: int, name: str, shape: tuple[int, int], gated: bool) -> Compared:
-    """Sum, norm and gate in the kernel; beside torch's product and our kernels for the rest."""
-    moved = shape[0] * shape[1] * 2
-    sets = weights(shape, sets_for(moved))
-    x, delta = torch.randn(2, tokens, shape[1], device="cuda").to(BF16)
-    norm = Norm(torch.rand(shape[1], device="cuda") + 0.5, torch.tensor(1e-5, device="cuda"))
-    summed = torch.empty_like(x)
-
-    def ours(i: int) -> torch.Tensor:
-        return gemv(x, sets[i], delta=delta, residual=summed, norm=norm, gated=gated)
+    gated = name == "gate_up"
 
     def others(i: int) -> torch.Tensor:
-        products = F.linear(add_norm(x, delta, norm.weight, norm.eps), sets[i])
+        products = F.linear(x, sets[i])
         return silu_gate(products) if gated else products
 
-    twin = torch.empty_like(x)
-    check(ours(0), reference.gemv(x, sets[0], delta=delta, residual=twin, norm=norm, gated=gated))
-    check(summed, twin)
-    us, torch_us = time_us(ours, len(sets)), time_us(others, len(sets))
-    label = f"gemv: norm, {name}{', gate' if gated else ''}"
+    check(product(x, sets[0], gated), others(0))
+    us = time_us(lambda i: product(x, sets[i], gated), len(sets))
+    torch_us = time_us(others, len(sets))
+    label = f"product: {name}{' and gate' if gated else ''}"
     return Compared(Timing(label, f"T {tokens} {shape[0]} x {shape[1]}", us, moved), torch_us)
 
 
-def time_layers(tokens: int, model: Shapes, early: bool = True) -> Compared:
-    """All products of a layer one after the other, each on what the one before gives (attention left out), of so many
-    layers that the cache does not hold them. Time and bytes are a layer's."""
+def time_layers(tokens: int, model: Shapes, **changes: bool) -> Compared:
+    """All products of a layer and both norms, one after the other, each on what the one before gives (attention left out), of so
+    many layers that the cache does not hold them. Time and bytes are a layer's."""
     moved = sum(rows * columns for name, (rows, columns) in shapes_of(model).items() if name != "head") * 2
     count = max(3, sets_for(moved))
     layers = list(
@@ -117,89 +111,93 @@ def time_layers(tokens: int, model: Shapes, early: bool = True) -> Compared:
     hidden = model.qkv[1]
     norm = Norm(torch.rand(hidden, device="cuda") + 0.5, torch.tensor(1e-5, device="cuda"))
     x, delta = torch.randn(2, tokens, hidden, device="cuda").to(BF16)
-    streams = torch.empty(2, tokens, hidden, device="cuda", dtype=BF16)
+    stream = torch.empty_like(x)
 
-    def config(weight: torch.Tensor) -> GemvConfig:
-        return dataclasses.replace(gemv_config(tokens, *weight.shape), early=early)
+    def ours(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        config = dataclasses.replace(chosen(tokens, tuple(weight.shape), gated), **changes)
+        return product(x, weight, gated, config)
 
-    def ours(i: int) -> torch.Tensor:
+    def others(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        products = F.linear(x, weight)
+        return silu_gate(products) if gated else products
+
+    def layer(by: Callable[..., torch.Tensor], i: int) -> torch.Tensor:
         qkv, output, gate_up, down = layers[i]
-        heads = gemv(x, qkv, delta=delta, residual=streams[0], norm=norm, config=config(qkv))
-        mixed = gemv(heads.view(-1)[: tokens * output.shape[1]].view(tokens, -1), output, config=config(output))
-        inner = gemv(
-            streams[0], gate_up, delta=mixed, residual=streams[1], norm=norm, gated=True, config=config(gate_up)
-        )
-        return gemv(inner, down, config=config(down))
+        heads = by(add_norm(stream, delta, norm.weight, norm.eps), qkv)
+        mixed = by(heads.view(-1)[: tokens * output.shape[1]].view(tokens, -1), output)
+        return by(by(add_norm(stream, mixed, norm.weight, norm.eps), gate_up, True), down)
 
-    def others(i: int) -> torch.Tensor:
-        qkv, output, gate_up, down = layers[i]
-        stream = streams[0].copy_(x)
-        heads = F.linear(add_norm(stream, delta, norm.weight, norm.eps), qkv)
-        mixed = F.linear(heads.view(-1)[: tokens * output.shape[1]].view(tokens, -1), output)
-        return F.linear(silu_gate(F.linear(add_norm(stream, mixed, norm.weight, norm.eps), gate_up)), down)
+    def from_the_start(by: Callable[..., torch.Tensor]) -> torch.Tensor:
+        stream.copy_(x)
+        return layer(by, 0)
 
-    check(ours(0), others(0), AFTER_FOUR)
-    us, torch_us = time_us(ours, count), time_us(others, count)
-    label = f"a layer{'' if early else ', not early'}"
+    check(from_the_start(ours), from_the_start(others), AFTER_FOUR)
+    us, torch_us = time_us(lambda i: layer(ours, i), count), time_us(lambda i: layer(others, i), count)
+    label = "a layer" + "".join(f", not {name}" for name, on in changes.items() if not on)
     return Compared(Timing(label, f"T {tokens} {model.model}", us, moved), torch_us)
 
 
 def timings() -> Iterator[Compared]:
-    for model, tokens in itertools.product(MODELS, (1, 2, 4)):
+    for model, tokens in itertools.product(MODELS, (1, 2, 4, 8, 16)):
+        yield time_layers(tokens, model, early=False)
+        yield time_layers(tokens, model, ahead=False)
+        yield time_layers(tokens, model)
+    for model, tokens in itertools.product(MODELS, (1, 4, 16)):
         for name, shape in shapes_of(model).items():
             yield time_product(tokens, name, shape)
-    for model, tokens in itertools.product(MODELS, (1, 4)):
-        yield time_fused(tokens, "qkv", model.qkv, gated=False)
-        yield time_fused(tokens, "gate_up", model.gate_up, gated=True)
-        yield time_layers(tokens, model, early=False)
-        yield time_layers(tokens, model)
 
 
-def candidates(tokens: int, columns: int) -> list[GemvConfig]:
-    """Those that hold 16 to 64 weights a thread, and as many sums for each of the tokens as there are registers for."""
-    most = {1: 64, 2: 32}.get(tokens, 16)
+def candidates(tokens: int, shape: tuple[int, int]) -> list[GemvConfig | ThinConfig]:
+    """Those that hold 16 to 64 weights a thread; of thin ones, those whose loads fit into the shared memory."""
+    rows, columns = shape
+    if tokens == 1:
+        return [
+            GemvConfig(block_n, block_k, warps, ahead=ahead)
+            for block_n, block_k, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8))
+            for ahead in (False, True)
+            if block_k < 2 * columns and 16 <= block_n * block_k / (32 * warps) <= 64
+        ]
     return [
-        GemvConfig(block_n, block_k, warps)
-        for block_n, block_k, warps in itertools.product((2, 4, 8, 16, 32), (256, 512, 1024, 2048), (2, 4, 8))
-        if block_k <= columns and 16 <= block_n * block_k / (32 * warps) <= most
+        ThinConfig(parts, block_k, stages, ahead=ahead)
+        for parts, block_k, stages in itertools.product((1, 2, 4, 8, 16), (64, 128, 256), (2, 3, 4, 5, 7, 9))
+        for ahead in (False, True)
+        if columns % (parts * block_k) == 0
+        and 80 * block_k * 2 * stages <= 225 << 10
+        and 64 <= parts * (rows // 64) <= 4096
     ]
 
 
-def compile_one(tokens: int, columns: int, config: GemvConfig) -> None:
+def compile_one(tokens: int, columns: int, config: GemvConfig | ThinConfig) -> None:
     """Into Triton's cache, for any number of rows."""
     x, weight = (torch.zeros(rows, columns, device="cuda", dtype=BF16) for rows in (tokens, 64))
-    gemv(x, weight, config=config)
+    product(x, weight, config=config)
 
 
 def sweep(tokens: int) -> None:
+    """Each alone, in a row of others like it."""
     shapes = [(model.model, name, shape) for model in MODELS for name, shape in shapes_of(model).items()]
-    wanted = {(columns, config) for *_, (_, columns) in shapes for config in candidates(tokens, columns)}
+    wanted = {(shape[1], config) for *_, shape in shapes for config in candidates(tokens, shape)}
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=spawn) as pool:
+    with concurrent.futures.ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=spawn) as pool:
         list(pool.map(compile_one, *zip(*((tokens, *each) for each in wanted), strict=True)))
     for model, name, shape in shapes:
         moved = shape[0] * shape[1] * 2
         sets = weights(shape, sets_for(moved))
         x = torch.randn(tokens, shape[1], device="cuda").to(BF16)
-        outs = [torch.empty(tokens, shape[0], device="cuda", dtype=BF16) for _ in sets]
+
+        def timed(config: GemvConfig | ThinConfig, x: torch.Tensor = x, sets: list[torch.Tensor] = sets) -> float:
+            return time_us(lambda i: product(x, sets[i], config=config), len(sets))
+
         torch_us = time_us(lambda i, x=x, sets=sets: F.linear(x, sets[i]), len(sets))
-        by_config = {}
-        for config in [*candidates(tokens, shape[1]), gemv_config(tokens, *shape)]:
-            for early in (True, False):
-                tried = dataclasses.replace(config, early=early)
-                by_config[tried] = time_us(
-                    lambda i, x=x, sets=sets, outs=outs, tried=tried: gemv(x, sets[i], out=outs[i], config=tried),
-                    len(sets),
-                )
+        by_config = {config: timed(config) for config in [*candidates(tokens, shape), chosen(tokens, shape)]}
         print(
             f"{model} {name} {shape}: torch {torch_us:.2f} us, floor {moved / FLOOR_TB_S / 1e6:.2f}, "
-            f"as chosen {by_config[gemv_config(tokens, *shape)]:.2f}"
+            f"as chosen {by_config[chosen(tokens, shape)]:.2f} {chosen(tokens, shape)}"
         )
         ranked = sorted(by_config, key=by_config.__getitem__)
-        late = [config for config in ranked if not config.early]
-        for config in [*ranked[:5], late[0], ranked[-1]]:
+        for config in [*ranked[:6], ranked[len(ranked) // 2], ranked[-1]]:
             print(f"    {by_config[config]:8.2f} us {moved / by_config[config] / 1e6:5.2f} TB/s {config}", flush=True)
-        del sets, outs
+        del sets
         torch.cuda.empty_cache()
 
 

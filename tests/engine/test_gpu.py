@@ -17,11 +17,13 @@ from kvrelay.engine.gpu.inputs import DECODE_WORDS, DeviceInputs, DeviceRows, un
 from kvrelay.engine.gpu.runner import GpuRunner
 from kvrelay.engine.gpu.sampler import TritonSampler
 from kvrelay.engine.gpu.unpack import TritonUnpack
-from kvrelay.engine.loader import LoadedModel, load_model
+from kvrelay.engine.loader import LoadedModel, load, load_model
 from kvrelay.engine.messages import PromptComputed, RequestFailed
+from kvrelay.engine.models import layers
 from kvrelay.engine.runner import ModelRunner
 from kvrelay.engine.sampler import Sampler
-from kvrelay.kernels.ops import ReferenceOps
+from kvrelay.kernels.triton import gemv
+from kvrelay.kernels.triton.ops import TritonOps
 from tests.engine.tiny import make, tokens_of
 from tests.kernels.triton_device import DEVICE
 
@@ -41,8 +43,11 @@ BLOCK_BYTES = 16 * 2 * 2 * 2 * 64 * 4
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
+    if DEVICE == "cpu":
+        # The interpreter takes programs one by one.
+        monkeypatch.setattr(gemv, "gemv_config", lambda rows, columns, gated: gemv.GemvConfig(256, 64))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -70,14 +75,13 @@ def config_of(folder: Path, device: str, **options: Any) -> EngineConfig:
 def on_gpu(folder: Path, whole_from: int | None = None, **options: Any) -> tuple[GpuRunner, LoadedModel, EngineConfig]:
     """With the interpreter, what a GPU does happens on the CPU. Prompts of `whole_from` tokens and more by torch's kernels."""
     from kvrelay.engine.attention.triton import TritonAttention
-    from kvrelay.kernels.triton.ops import TritonOps
 
     config = config_of(folder, DEVICE, **options)
-    loaded = load_model(config, lambda what, done, total: None)
-    if DEVICE == "cpu":
-        assert isinstance(loaded.model._ops, ReferenceOps)
-        for part in (loaded.model, *loaded.model._layers):
-            part._ops = TritonOps()
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            patch.setattr(load, "choose_ops", lambda *_: (TritonOps(), "interpreted"))
+            patch.setattr(layers, "_packs", lambda weight: False)
+        loaded = load_model(config, lambda what, done, total: None)
     model, dtype = loaded.model_config, loaded.model.dtype
     whole = whole_from and WholePrompts(
         SDPBackend.MATH, model.num_heads, model.num_kv_heads, model.head_dim, dtype, DEVICE, from_tokens=whole_from

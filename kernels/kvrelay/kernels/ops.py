@@ -36,6 +36,20 @@ class Ops(Protocol):
         """[T, 2 I], gate then up → silu(gate) × up, [T, I]."""
         ...
 
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """x [T, K] by `weight` [N, K] → [T, N]; as `dtype`, not rounded to x's where that costs nothing."""
+        ...
+
+    def gated_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, K] by `weight` [2 I, K], then `silu_gate`, [T, I]: not rounded in between where that costs nothing."""
+        ...
+
 
 def choose_ops(device: str, dtype: torch.dtype, option: str = "auto") -> tuple[Ops, str]:
     """By `option` auto, compiled, triton or torch: the implementation, and the reason in words. Raises ValueError where it

@@ -30,6 +30,22 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if dtype is None or dtype is x.dtype:
+            return F.linear(x, weight, bias)
+        if x.is_cuda and bias is None:
+            return torch.mm(x, weight.T, out_dtype=dtype)
+        return F.linear(x, weight, bias).to(dtype)
+
+    def gated_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.silu_gate(self.product(x, weight, bias))
+
 
 def rms_norm(x: torch.Tensor, norm: "Norm") -> torch.Tensor:
     """Along the last dimension of x [..., H], in float32. Fewer, cheaper operations than torch's own on a CPU."""
@@ -37,26 +53,6 @@ def rms_norm(x: torch.Tensor, norm: "Norm") -> torch.Tensor:
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(norm.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
     return (wide * scale).mul_(norm.weight).to(x.dtype)
-
-
-def gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    delta: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    norm: "Norm | None" = None,
-    gated: bool = False,
-) -> torch.Tensor:
-    """x [T, K] by `weight` [N, K] → [T, N], in float32 until it is stored. With `delta` [T, K], x + delta, rounded, is what is
-    multiplied and goes into `residual`; with `norm`, it is normed first; with `gated`, the result is silu of the first half of
-    the products times the second, [T, N / 2]."""
-    if delta is not None and residual is not None:
-        x = torch.add(x, delta, out=residual)
-    wide = x.to(torch.float32) if norm is None else rms_norm(x.to(torch.float32), norm)
-    products = F.linear(wide, weight.to(torch.float32), None if bias is None else bias.to(torch.float32))
-    return (ReferenceOps().silu_gate(products) if gated else products).to(x.dtype)
 
 
 def paged_decode(

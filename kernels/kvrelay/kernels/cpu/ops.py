@@ -15,13 +15,14 @@ from kvrelay.kernels.cpu.compiled import (
 )
 from kvrelay.kernels.cpu.openmp import arguments
 from kvrelay.kernels.ops import Norm
+from kvrelay.kernels.reference import ReferenceOps
 
 ALONE_ELEMENTS = 8192
 """Up to which one thread is done before it could have told the others."""
 
 
-class CompiledOps:
-    """See `Ops`."""
+class CompiledOps(ReferenceOps):
+    """See `Ops`. Products are torch's."""
 
     name = "compiled"
 

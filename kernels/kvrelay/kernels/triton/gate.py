@@ -4,11 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.triton.early import begin, early
+
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_gate(gate_up, out, width, BLOCK: tl.constexpr):
+def _silu_gate(gate_up, out, width, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+    if EARLY:
+        begin()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -26,5 +30,5 @@ def silu_gate(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.T
         out = gate_up.new_empty((rows, width))
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(width))
-        _silu_gate[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
+        _silu_gate[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4, **early(gate_up))
     return out

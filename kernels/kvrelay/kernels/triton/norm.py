@@ -4,14 +4,21 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.triton.early import begin, early
+
 WIDEST = 32768
 """Elements of a row that one program holds in registers."""
 
 
 @triton.jit
-def _add_norm(hidden, delta, weight, eps, out, width, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm(
+    hidden, delta, weight, eps, out, width, ADD: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     at = tl.arange(0, BLOCK)
     inside = at < width
+    factor = tl.load(weight + at, mask=inside, other=0.0)
+    if EARLY:
+        begin()
     start = tl.program_id(0).to(tl.int64) * width
     x = tl.load(hidden + start + at, mask=inside, other=0.0)
     if ADD:
@@ -20,7 +27,6 @@ def _add_norm(hidden, delta, weight, eps, out, width, ADD: tl.constexpr, BLOCK: 
         tl.store(hidden + start + at, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / width + tl.load(eps))
-    factor = tl.load(weight + at, mask=inside, other=0.0)
     tl.store(out + start + at, (wide * scale * factor).to(x.dtype), mask=inside)
 
 
@@ -44,5 +50,7 @@ def add_norm(
         block = triton.next_power_of_2(width)
         warps = min(max(block // 256, 1), 16)
         added = hidden if delta is None else delta
-        _add_norm[(rows,)](hidden, added, weight, eps, out, width, ADD=delta is not None, BLOCK=block, num_warps=warps)
+        _add_norm[(rows,)](
+            hidden, added, weight, eps, out, width, ADD=delta is not None, BLOCK=block, num_warps=warps, **early(hidden)
+        )  # fmt: skip
     return out

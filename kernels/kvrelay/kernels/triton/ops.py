@@ -3,13 +3,19 @@
 import torch
 
 from kvrelay.kernels.ops import Norm
+from kvrelay.kernels.reference import ReferenceOps
 from kvrelay.kernels.triton.gate import silu_gate
+from kvrelay.kernels.triton.gemv import gemv
 from kvrelay.kernels.triton.norm import add_norm
 from kvrelay.kernels.triton.rotary import rotate
+from kvrelay.kernels.triton.thin import MAX_TOKENS, thin
 
 
-class TritonOps:
-    """See `Ops`."""
+class TritonOps(ReferenceOps):
+    """See `Ops`. Products of many tokens are torch's.
+
+    Which kernel serves depends on the number of tokens: a CUDA graph, which is captured for one, has the right one.
+    """
 
     name = "triton"
 
@@ -21,3 +27,20 @@ class TritonOps:
 
     def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_gate(gate_up)
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if not 0 < len(x) <= MAX_TOKENS:
+            return super().product(x, weight, bias, dtype)
+        out = x.new_empty(len(x), len(weight), dtype=dtype)
+        return (gemv if len(x) == 1 else thin)(x, weight, bias, out=out)
+
+    def gated_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not 0 < len(x) <= MAX_TOKENS:
+            return super().gated_product(x, weight, bias)
+        return (gemv if len(x) == 1 else thin)(x, weight, bias, gated=True)

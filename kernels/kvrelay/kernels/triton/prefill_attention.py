@@ -69,7 +69,7 @@ def _prefill(
 
     first_tile = tl.maximum(oldest_row - WINDOW + 1, 0) // TILE if WINDOW > 0 else 0
     key = first_tile * TILE + tl.arange(0, TILE)
-    for at in range(first_tile, newest_row // TILE + 1):
+    for at in range(first_tile, tl.cdiv(newest_row + 1, TILE)):
         slots = slots_of(table, key, context - 1, BLOCK_SIZE)
         places = (slots.to(tl.int64) * HKV + head)[:, None] * D + dims[None, :]
         k = tl.load(keys + places)
@@ -86,6 +86,7 @@ def _prefill(
         v = tl.load(values + places)
         highest, total, acc = absorb(highest, total, acc, raw, factor, v)
         key += TILE
+    total = tl.where(total == 0, 1.0, total)  # without context
     tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
@@ -127,7 +128,7 @@ def paged_prefill(
     """Parts of S sequences, packed: `q` [T, Hq, D], of which a token's heads are contiguous, a part's tokens from
     `query_starts` int32 [S + 1] on, each the last ones of the `context_lens` int32 [S] tokens whose KV is in the cached `keys`
     and `values` [slots, Hkv, D], by `block_tables` int32 [S, …]. Causal. Into `out` [T, Hq, D]: zeros for tokens behind the
-    last part.
+    last part, and where a part has no context.
 
     `window`: the last tokens that are attended to, the query's own with them; `scale` of scores, D^-½ if not given. Capturable
     in a CUDA graph: what is launched depends on T and S alone. Raises ValueError for shapes that there is no kernel for.

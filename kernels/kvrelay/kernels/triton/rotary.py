@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kvrelay.kernels.ops import Norm
+from kvrelay.kernels.triton.early import begin, early
 
 _FEW_TOKENS = 64
 """Up to which the heads of a token are spread over more programs."""
@@ -80,7 +81,10 @@ def _rotate(
 def _rotate_and_store(
     qkv, stride, num_q, num_kv, cos, sin, positions, slots, weight, eps, q, kv, keys, values,
     NORM: tl.constexpr, KEEP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        begin()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, HALF)[None, :]
@@ -167,8 +171,8 @@ def rotate_and_store(
         weight, eps = (cos, cos) if norm is None else (norm.weight, norm.eps)
         _rotate_and_store[(tokens, triton.cdiv(heads, block))](
             qkv, qkv.stride(0), num_q, num_kv, cos, sin, positions, slots, weight, eps, out,
-            out if kv_out is None else kv_out, keys, values,
-            NORM=norm is not None, KEEP=kv_out is not None, DIM=dim, HALF=half, HEADS=block, num_warps=warps,
+            out if kv_out is None else kv_out, keys, values, NORM=norm is not None, KEEP=kv_out is not None,
+            DIM=dim, HALF=half, HEADS=block, num_warps=warps, **early(qkv),
         )  # fmt: skip
     return out
 

@@ -4,13 +4,14 @@ The twin is the engine's `draw` on the numbers of its `rng`: the same order, thr
 some thousand logits, one program each, and what they find is put together by whoever needs it next, in the order of the chunks:
 
     _peaks     each chunk's largest logit
-    _narrow    in rounds, the threshold of top-k by counting tokens, then that of top-p by summing weights
-    _weigh     each chunk's weight of what is kept
-    _choose    the most likely token, or the one at which the running sum passes uniform × total
+    _measure   what of it lies up to each of a few levels: tokens for top-k, weight for top-p
+    _weigh     its weight of what is surely kept, and the logits between the two levels that the threshold lies between
+    _choose    one program a row: the threshold among those; the most likely token, or the one at which the running sum
+               passes uniform × total
 
-A threshold is a distance from the largest logit, exact to the bit: floats that are not negative are ordered as their bits
-are, and a round leaves of a bracket of such bits what lies between two of some candidates. A row whose bracket has one
-value left, and a chunk that has none in it, cost the rest of the rounds next to nothing.
+Thresholds are distances from the largest logit, exact to the bit: floats that are not negative are ordered as their bits
+are, their keys. A bracket (low, high] of keys is narrowed until one is left: less than is wanted lies up to `low`, enough up
+to `high`.
 """
 
 import dataclasses
@@ -19,12 +20,17 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.triton.early import begin, early
+
 TOKEN = 0
 """Purpose of a draw, as the engine's `rng` numbers them."""
+LEVELS = 16
 
 _INFINITY = tl.constexpr(0x7F800000)
 _NEVER = tl.constexpr(0x7FFFFFFF)
 _SMALLEST_TEMPERATURE = tl.constexpr(1e-30)
+_FAR = tl.constexpr(24.0)
+"""Temperatures from the largest logit: a vocabulary of what lies beyond weighs nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -49,8 +55,10 @@ class SampleParams:
 
 
 @triton.jit
-def _peaks(logits, stride, vocab, highest, highest_at, lowest, ceiling, CHUNK: tl.constexpr):
+def _peaks(logits, stride, vocab, highest, highest_at, lowest, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     """Of a chunk: the largest logit, the first token that has it, the smallest finite logit. NaN counts as infinity."""
+    if EARLY:
+        begin()
     chunk, row = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
@@ -60,14 +68,12 @@ def _peaks(logits, stride, vocab, highest, highest_at, lowest, ceiling, CHUNK: t
     tl.store(highest + place, top)
     tl.store(highest_at + place, tl.min(tl.where(x == top, at, vocab), 0))
     tl.store(lowest + place, tl.min(tl.where(x > float("-inf"), x, float("inf")), 0))
-    if chunk == 0:
-        tl.store(ceiling + row, _INFINITY)
 
 
 @triton.jit
-def _largest(highest, row, chunks, CHUNKS: tl.constexpr):
-    at = tl.arange(0, CHUNKS)
-    return tl.max(tl.load(highest + row * chunks + at, mask=at < chunks, other=float("-inf")), 0)
+def _largest(highest, row, CHUNKS: tl.constexpr, CHUNKS_LOADED: tl.constexpr):
+    at = tl.arange(0, CHUNKS_LOADED)
+    return tl.max(tl.load(highest + row * CHUNKS + at, mask=at < CHUNKS, other=float("-inf")), 0)
 
 
 @triton.jit
@@ -77,158 +83,176 @@ def _draws(temperature, top_k, largest):
 
 
 @triton.jit
-def _distances(logits, stride, vocab, row, chunk, largest, CHUNK: tl.constexpr):
-    """From the largest logit, [CHUNK], not negative; and their bits, which are ordered as they are."""
+def _limits(top_k, vocab):
+    """Whether top-k may drop anything."""
+    return (top_k > 0) & (top_k < vocab)
+
+
+@triton.jit
+def _logits(logits, stride, vocab, row, chunk, CHUNK: tl.constexpr):
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    distance = largest - x
-    return distance, distance.to(tl.int32, bitcast=True)
+    return tl.load(logits + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _weights(distance, key, temperature, min_p, ceiling):
-    """exp(-distance / temperature), zero for what min-p or the threshold `ceiling` drops."""
+def _weights(distance, temperature, min_p):
+    """exp(-distance / temperature), zero for what min-p drops."""
     weight = tl.exp(-distance / tl.maximum(temperature, _SMALLEST_TEMPERATURE))
-    return tl.where((key <= ceiling) & (weight >= min_p), weight, 0.0)
+    return tl.where(weight >= min_p, weight, 0.0)
 
 
 @triton.jit
-def _candidates(low, high, FIRST: tl.constexpr, LEVELS: tl.constexpr):
-    """[LEVELS] keys in the bracket (low, high]. In the first round half of them are evenly spaced as numbers rather than as bits,
-    since keys of any size are in it, and the last one is `high`."""
-    j = tl.arange(0, LEVELS)
-    width = (high - low).to(tl.int64)
-    if FIRST:
-        HALF: tl.constexpr = LEVELS // 2
-        share = (j - HALF + 1).to(tl.float32) / HALF
-        number = (high.to(tl.float32, bitcast=True) * share).to(tl.int32, bitcast=True)
-        key = (low + width * (j + 1) // (HALF + 1)).to(tl.int32)
-        level = tl.where(j < HALF, key, tl.where(j < LEVELS - 1, number, high))
-    else:
-        level = (low + width * (j + 1) // (LEVELS + 1)).to(tl.int32)
-    return level
-
-
-@triton.jit
-def _narrowed(
-    limit,
-    round,
-    bounds,
-    known,
-    levels,
-    inside,
-    nearest,
-    row,
-    chunks,
-    MASS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    LEVELS: tl.constexpr,
+def _levels(
+    temperature, by_count, largest, lowest, row, CHUNKS: tl.constexpr, CHUNKS_LOADED: tl.constexpr, LEVELS: tl.constexpr
 ):
-    """The bracket (low, high] after the round whose findings these are; what lies up to `low`, and what is wanted.
-
-    Less than the wanted lies up to `low`, and enough up to `high`. The row is done when they are neighbours.
-    """
-    low, high = tl.load(bounds + row * 2), tl.load(bounds + row * 2 + 1)
-    below, wanted = tl.load(known + row * 2), tl.load(known + row * 2 + 1)
-    if high - low > 1:
-        chunk = tl.arange(0, CHUNKS)
-        real = chunk < chunks
-        found = (row * chunks + chunk)[:, None] * LEVELS + tl.arange(0, LEVELS)[None, :]
-        sums = below + tl.sum(tl.load(inside + found, mask=real[:, None], other=0.0).to(tl.float64), 0)
-        level = tl.load(levels + row * LEVELS + tl.arange(0, LEVELS))
-        near = tl.min(tl.load(nearest + (row * chunks + chunk) * 2, mask=real, other=_NEVER), 0)
-        far = tl.max(tl.load(nearest + (row * chunks + chunk) * 2 + 1, mask=real, other=-1), 0)
-        if round == 1:
-            wanted = limit.to(tl.float64)
-            if MASS:
-                wanted *= tl.max(sums, 0)
-        enough = sums >= wanted
-        below = tl.maximum(below, tl.max(tl.where(enough, below, sums), 0))
-        low = tl.maximum(tl.maximum(low, near - 1), tl.max(tl.where(enough, low, level), 0))
-        high = tl.minimum(far, tl.min(tl.where(enough, level, high), 0))
-        # Sums of different rounds are rounded apart: the bracket keeps its last key.
-        low = tl.minimum(low, high - 1)
-        few = (round == 1) & (tl.max(sums, 0) < wanted)  # fewer tokens than top-k allows
-        low = tl.where(few, _INFINITY - 1, low)
-        high = tl.where(few, _INFINITY, high)
-    return low, high, below, wanted
+    """[LEVELS] keys in no order: of distances up to the farthest that may matter, half of them evenly spaced, half closer
+    and closer to zero; the last is infinity's."""
+    at = tl.arange(0, CHUNKS_LOADED)
+    least = tl.min(tl.load(lowest + row * CHUNKS + at, mask=at < CHUNKS, other=float("inf")), 0)
+    far = largest - least
+    far = tl.where(by_count, far, tl.minimum(far, _FAR * tl.maximum(temperature, _SMALLEST_TEMPERATURE)))
+    HALF: tl.constexpr = LEVELS // 2
+    j = tl.arange(0, LEVELS)
+    even = (j - HALF + 1).to(tl.float32) / (HALF - 1)
+    share = tl.where(j < HALF, tl.exp2(2.0 * (j - HALF).to(tl.float32)), even)
+    return tl.where(j < LEVELS - 1, (far * share).to(tl.int32, bitcast=True), _INFINITY)
 
 
-@triton.jit(do_not_specialize=["round"])
-def _narrow(
-    logits, stride, vocab, temperatures, top_ks, limits, min_ps, highest, lowest, ceiling,
-    round, rows, bounds, known, levels, inside, nearest,
-    FIRST: tl.constexpr, LAST: tl.constexpr, MASS: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_LOADED: tl.constexpr, LEVELS: tl.constexpr,
+@triton.jit
+def _measure(
+    logits, stride, vocab, temperatures, top_ks, top_ps, min_ps, highest, lowest, sums,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_LOADED: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Takes the bracket from the last round and measures what of the chunk lies up to each of its levels.
-
-    The row's bounds, known sums, levels and findings have two places each, [2, rows, …], for odd and even rounds. The last
-    round stores the threshold in `ceiling`.
-    """
+    if EARLY:
+        begin()
     chunk, row = tl.program_id(0), tl.program_id(1)
-    temperature, top_k, limit = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(limits + row)
+    temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row)
     largest = _largest(highest, row, CHUNKS, CHUNKS_LOADED)
-    limited = limit < 1.0 if MASS else (limit > 0) & (limit < vocab)
-    if not (_draws(temperature, top_k, largest) & limited):
+    by_count = _limits(top_k, vocab)
+    if not (_draws(temperature, top_k, largest) & (by_count | (tl.load(top_ps + row) < 1.0))):
         return
-    new = (round % 2) * rows + row
-    if FIRST:
-        at = tl.arange(0, CHUNKS_LOADED)
-        least = tl.min(tl.load(lowest + row * CHUNKS + at, mask=at < CHUNKS, other=float("inf")), 0)
-        low, high = -1, (largest - least).to(tl.int32, bitcast=True)
-        below, wanted = 0.0, 0.0
-    else:
-        old = ((round + 1) % 2) * rows + row
-        low, high, below, wanted = _narrowed(
-            limit, round, bounds, known, levels, inside, nearest, old, CHUNKS, MASS, CHUNKS_LOADED, LEVELS
-        )
-    if LAST:
-        tl.store(ceiling + row, high)
-        return
-    if chunk == 0:
-        tl.store(bounds + new * 2, low)
-        tl.store(bounds + new * 2 + 1, high)
-        tl.store(known + new * 2, below)
-        tl.store(known + new * 2 + 1, wanted)
-        tl.store(levels + new * LEVELS + tl.arange(0, LEVELS), _candidates(low, high, FIRST, LEVELS))
-    if high - low <= 1:
-        return
-    found = new * CHUNKS + chunk
-    if not FIRST:
-        own = (old * CHUNKS + chunk) * 2
-        if (tl.load(nearest + own) > high) | (tl.load(nearest + own + 1) <= low):
-            tl.store(inside + found * LEVELS + tl.arange(0, LEVELS), tl.zeros((LEVELS,), tl.float32))
-            tl.store(nearest + found * 2, _NEVER)
-            tl.store(nearest + found * 2 + 1, -1)
-            return
-    distance, key = _distances(logits, stride, vocab, row, chunk, largest, CHUNK)
-    if MASS:
-        measure = _weights(distance, key, temperature, tl.load(min_ps + row), tl.load(ceiling + row))
-    else:
+    distance = largest - _logits(logits, stride, vocab, row, chunk, CHUNK)
+    key = distance.to(tl.int32, bitcast=True)
+    if by_count:
         measure = tl.where(key < _INFINITY, 1.0, 0.0)
-    measure = tl.where((key > low) & (key <= high), measure, 0.0)
-    tl.store(nearest + found * 2, tl.min(tl.where(measure > 0, key, _NEVER), 0))
-    tl.store(nearest + found * 2 + 1, tl.max(tl.where(measure > 0, key, -1), 0))
-    level = _candidates(low, high, FIRST, LEVELS)
-    sums = tl.sum(tl.where(key[None, :] <= level[:, None], measure[None, :], 0.0), 1)
-    tl.store(inside + found * LEVELS + tl.arange(0, LEVELS), sums)
+    else:
+        measure = _weights(distance, temperature, tl.load(min_ps + row))
+    level = _levels(temperature, by_count, largest, lowest, row, CHUNKS, CHUNKS_LOADED, LEVELS)
+    found = tl.sum(tl.where(key[None, :] <= level[:, None], measure[None, :], 0.0), 1)
+    tl.store(sums + (row * CHUNKS + chunk) * LEVELS + tl.arange(0, LEVELS), found)
+
+
+@triton.jit
+def _bracket(
+    temperature, top_k, top_p, by_count, largest, lowest, sums, row,
+    CHUNKS: tl.constexpr, CHUNKS_LOADED: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Out of what was measured: low, high, what lies up to low, what is wanted, what there is in all."""
+    level = _levels(temperature, by_count, largest, lowest, row, CHUNKS, CHUNKS_LOADED, LEVELS)
+    chunk = tl.arange(0, CHUNKS_LOADED)[:, None]
+    at = (row * CHUNKS + chunk) * LEVELS + tl.arange(0, LEVELS)[None, :]
+    reached = tl.sum(tl.load(sums + at, mask=chunk < CHUNKS, other=0.0).to(tl.float64), 0)
+    total = tl.max(reached, 0)
+    wanted = tl.where(by_count, top_k.to(tl.float64), top_p.to(tl.float64) * total)
+    enough = reached >= wanted
+    low = tl.max(tl.where(enough, -1, level), 0)
+    high = tl.min(tl.where(enough, level, _INFINITY), 0)
+    return low, high, tl.max(tl.where(enough, 0.0, reached), 0), wanted, total
 
 
 @triton.jit
 def _weigh(
-    logits, stride, vocab, temperatures, top_ks, min_ps, highest, ceiling, mass,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_LOADED: tl.constexpr,
+    logits, stride, vocab, temperatures, top_ks, top_ps, min_ps, highest, lowest, sums, mass, between, counts,
+    CUT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_LOADED: tl.constexpr, LEVELS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's weight, in float64."""
+    """A chunk's weight, in float64. With thresholds to find: of what is closer than the bracket, and the logits in it, in
+    order; with top-k all up to its end are taken as in it, since what they weigh is not known yet."""
+    if EARLY:
+        begin()
     chunk, row = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperatures + row)
+    temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row)
     largest = _largest(highest, row, CHUNKS, CHUNKS_LOADED)
-    if not _draws(temperature, tl.load(top_ks + row), largest):
+    if not _draws(temperature, top_k, largest):
         return
-    distance, key = _distances(logits, stride, vocab, row, chunk, largest, CHUNK)
-    weight = _weights(distance, key, temperature, tl.load(min_ps + row), tl.load(ceiling + row))
-    tl.store(mass + row * CHUNKS + chunk, tl.sum(weight.to(tl.float64), 0))
+    x = _logits(logits, stride, vocab, row, chunk, CHUNK)
+    distance = largest - x
+    weight = _weights(distance, temperature, tl.load(min_ps + row))
+    place = row * CHUNKS + chunk
+    if CUT:
+        top_p, by_count = tl.load(top_ps + row), _limits(top_k, vocab)
+        if by_count | (top_p < 1.0):
+            low, high, _, _, _ = _bracket(
+                temperature, top_k, top_p, by_count, largest, lowest, sums, row, CHUNKS, CHUNKS_LOADED, LEVELS
+            )
+            low = tl.where(by_count, -1, low)
+            key = distance.to(tl.int32, bitcast=True)
+            inside = (key > low) & (key <= high) & (key < _INFINITY)
+            count = inside.to(tl.int32)
+            at = between + place.to(tl.int64) * CHUNK + (tl.cumsum(count, 0) - count)
+            tl.store(at, x.to(between.dtype.element_ty), mask=inside)
+            tl.store(counts + place, tl.sum(count, 0))
+            weight = tl.where(key <= low, weight, 0.0)
+    tl.store(mass + place, tl.sum(weight.to(tl.float64), 0))
+
+
+@triton.jit
+def _tile(
+    between, counts, row, turn, largest, temperature, min_p,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keys and weights of the next `WIDTH` logits of each chunk's that are in the bracket, [TILE]; infinity and 0 for none."""
+    at = tl.arange(0, TILE)
+    chunk, inner = at // WIDTH, turn * WIDTH + at % WIDTH
+    count = tl.load(counts + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0)
+    place = (row * CHUNKS + chunk).to(tl.int64) * CHUNK + inner
+    x = tl.load(between + place, mask=inner < count, other=float("-inf")).to(tl.float32)
+    distance = largest - x
+    return distance.to(tl.int32, bitcast=True), _weights(distance, temperature, min_p)
+
+
+@triton.jit
+def _candidates(low, high, round, LEVELS: tl.constexpr):
+    """[LEVELS] keys in the bracket, in no order; in the first round half of them are evenly spaced as numbers rather than as
+    bits, and the last one is `high`."""
+    HALF: tl.constexpr = LEVELS // 2
+    j = tl.arange(0, LEVELS)
+    width = (high - low).to(tl.int64)
+    nearest = tl.maximum(low, 0).to(tl.float32, bitcast=True)
+    share = (j - HALF + 1).to(tl.float32) / HALF
+    number = nearest + (high.to(tl.float32, bitcast=True) - nearest) * share
+    mixed = tl.where(j < HALF, low + width * (j + 1) // (HALF + 1), number.to(tl.int32, bitcast=True).to(tl.int64))
+    mixed = tl.where(j < LEVELS - 1, mixed, high.to(tl.int64))
+    return tl.where(round == 0, mixed, low + width * (j + 1) // (LEVELS + 1)).to(tl.int32)
+
+
+@triton.jit
+def _search(
+    between, counts, row, turns, largest, temperature, min_p, low, high, below, wanted, MASS: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The key in the bracket (low, high] up to which there is as much as wanted: a token's."""
+    round = 0
+    while high - low > 1:
+        level = _candidates(low, high, round, LEVELS)
+        sums = tl.zeros((LEVELS,), tl.float64)
+        near, far = tl.maximum(high, _NEVER), tl.minimum(low, -1)
+        for turn in range(turns):
+            key, weight = _tile(between, counts, row, turn, largest, temperature, min_p, CHUNK, CHUNKS, WIDTH, TILE)
+            inside = (key > low) & (key <= high) & (key < _INFINITY)
+            measure = tl.where(inside, weight, 0.0) if MASS else tl.where(inside, 1.0, 0.0)
+            near = tl.minimum(near, tl.min(tl.where(measure > 0, key, _NEVER), 0))
+            far = tl.maximum(far, tl.max(tl.where(measure > 0, key, -1), 0))
+            sums += tl.sum(tl.where(key[None, :] <= level[:, None], measure[None, :], 0.0), 1).to(tl.float64)
+        reached = below + sums
+        enough = reached >= wanted
+        below = tl.maximum(below, tl.max(tl.where(enough, below, reached), 0))
+        low = tl.maximum(tl.maximum(low, near - 1), tl.max(tl.where(enough, low, level), 0))
+        high = tl.minimum(tl.minimum(high, far), tl.min(tl.where(enough, level, high), 0))
+        # Sums of different rounds are rounded apart: the bracket keeps its last key.
+        low = tl.minimum(low, high - 1)
+        round += 1
+    return high
 
 
 @triton.jit
@@ -256,9 +280,13 @@ def _first_over(weight, before, target, SIZE: tl.constexpr):
 
 @triton.jit
 def _choose(
-    logits, stride, vocab, temperatures, top_ks, min_ps, seeds, choices, positions, highest, highest_at, ceiling, mass, tokens, finite,
-    DRAW: tl.constexpr, TOKEN: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_LOADED: tl.constexpr,
+    logits, stride, vocab, temperatures, top_ks, top_ps, min_ps, seeds, choices, positions, highest, highest_at, lowest, sums, mass,
+    between, counts, tokens, finite, DRAW: tl.constexpr, CUT: tl.constexpr, TOKEN: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_LOADED: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    TILE: tl.constexpr = CHUNKS_LOADED * WIDTH
+    if EARLY:
+        begin()
     row = tl.program_id(0)
     at = tl.arange(0, CHUNKS_LOADED)
     real = at < CHUNKS
@@ -269,17 +297,57 @@ def _choose(
     whole = tl.abs(largest) < float("inf")
     tl.store(finite + row, whole)
     if DRAW:
-        temperature = tl.load(temperatures + row)
-        if _draws(temperature, tl.load(top_ks + row), largest):
+        temperature, top_k, min_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(min_ps + row)
+        if _draws(temperature, top_k, largest):
             masses = tl.load(mass + row * CHUNKS + at, mask=real, other=0.0)
+            ceiling = tl.full((), _INFINITY, tl.int32)
+            if CUT:
+                top_p, by_count = tl.load(top_ps + row), _limits(top_k, vocab)
+                if by_count | (top_p < 1.0):
+                    low, high, below, wanted, total = _bracket(
+                        temperature, top_k, top_p, by_count, largest, lowest, sums, row, CHUNKS, CHUNKS_LOADED, LEVELS
+                    )
+                    most = tl.max(tl.load(counts + row * CHUNKS + at, mask=real, other=0), 0)
+                    turns = tl.cdiv(most, WIDTH)
+                    if by_count:
+                        if total >= wanted:
+                            ceiling = _search(
+                                between, counts, row, turns, largest, temperature, min_p, low, high, below, wanted,
+                                False, CHUNK, CHUNKS, WIDTH, TILE, LEVELS,
+                            )  # fmt: skip
+                        if top_p < 1.0:
+                            total = 0.0 * total
+                            for turn in range(turns):
+                                key, weight = _tile(
+                                    between, counts, row, turn, largest, temperature, min_p, CHUNK, CHUNKS, WIDTH, TILE
+                                )
+                                total += tl.sum(tl.where(key <= ceiling, weight, 0.0), 0).to(tl.float64)
+                        low, high, below, wanted = (
+                            tl.full((), -1, tl.int32),
+                            ceiling,
+                            0.0 * total,
+                            top_p.to(tl.float64) * total,
+                        )
+                    if top_p < 1.0:
+                        ceiling = _search(
+                            between, counts, row, turns, largest, temperature, min_p, low, high, below, wanted,
+                            True, CHUNK, CHUNKS, WIDTH, TILE, LEVELS,
+                        )  # fmt: skip
+                    for turn in range(turns):
+                        key, weight = _tile(
+                            between, counts, row, turn, largest, temperature, min_p, CHUNK, CHUNKS, WIDTH, TILE
+                        )
+                        kept = tl.where(key <= ceiling, weight, 0.0)
+                        masses += tl.sum(tl.reshape(kept, (CHUNKS_LOADED, WIDTH)), 1).to(tl.float64)
             total = tl.sum(masses, 0)
             under = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
             uniform = _uniform(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), TOKEN)
             target = tl.minimum(uniform * total, under)
             chunk = _first_over(masses, 0.0, target, CHUNKS_LOADED)
             before = tl.sum(tl.where(at < chunk, masses, 0.0), 0)
-            distance, key = _distances(logits, stride, vocab, row, chunk, largest, CHUNK)
-            weight = _weights(distance, key, temperature, tl.load(min_ps + row), tl.load(ceiling + row))
+            distance = largest - _logits(logits, stride, vocab, row, chunk, CHUNK)
+            weight = _weights(distance, temperature, min_p)
+            weight = tl.where(distance.to(tl.int32, bitcast=True) <= ceiling, weight, 0.0)
             token = chunk * CHUNK + _first_over(weight.to(tl.float64), before, target, CHUNK)
     tl.store(tokens + row, tl.where(whole, token, -1).to(tl.int64))
 
@@ -287,32 +355,23 @@ def _choose(
 class TokenSampler:
     """Holds what kernels of one call leave for each other, so that calls may be captured; not for concurrent use."""
 
-    def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device | str, chunk: int = 4096, levels: int = 16
-    ) -> None:
-        """`chunk` and `levels`, candidates of a round, are powers of two; sums are rounded by what the first one is."""
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str, chunk: int = 4096) -> None:
+        """`chunk` is a power of two; sums are rounded by what it is. Takes as much memory as so many rows of float32 logits."""
         self._max_rows = max_rows
         self._vocab_size = vocab_size
         self._chunks = chunks = triton.cdiv(vocab_size, chunk)
-        self._sizes = {"CHUNK": chunk, "CHUNKS": chunks, "CHUNKS_LOADED": triton.next_power_of_2(chunks)}
-        self._levels = levels
-        self._rounds = rounds_for(levels)
+        loaded = triton.next_power_of_2(chunks)
+        self._width = max(1, chunk // loaded)
+        self._sizes = {"CHUNK": chunk, "CHUNKS": chunks, "CHUNKS_LOADED": loaded, "LEVELS": LEVELS}
 
         def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty(max_rows, chunks, *shape, dtype=dtype, device=device)
 
-        self._highest = room(max_rows, chunks, dtype=torch.float32)
-        self._highest_at = room(max_rows, chunks, dtype=torch.int32)
-        self._lowest = room(max_rows, chunks, dtype=torch.float32)
-        self._ceiling = room(max_rows, dtype=torch.int32)
-        self._mass = room(max_rows, chunks, dtype=torch.float64)
-        self._search = (
-            room(2, max_rows, 2, dtype=torch.int32),
-            room(2, max_rows, 2, dtype=torch.float64),
-            room(2, max_rows, levels, dtype=torch.int32),
-            room(2, max_rows, chunks, levels, dtype=torch.float32),
-            room(2, max_rows, chunks, 2, dtype=torch.int32),
-        )
+        self._highest, self._lowest = room(dtype=torch.float32), room(dtype=torch.float32)
+        self._highest_at = room(dtype=torch.int32)
+        self._sums = room(LEVELS, dtype=torch.float32)
+        self._mass = room(dtype=torch.float64)
+        self._between, self._counts = room(chunk, dtype=torch.float32), room(dtype=torch.int32)
 
     def __call__(
         self,
@@ -322,13 +381,12 @@ class TokenSampler:
         finite: torch.Tensor | None = None,
         *,
         draws: bool = True,
-        top_k: bool = True,
-        top_p: bool = True,
+        cuts: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [R] for `logits` [R, V] of any float type, a row's contiguous; and whether a row's largest logit is finite,
         bool [R]: where it is not, the token is -1.
 
-        `draws` False says that no row is drawn, `top_k` and `top_p` False that none asks for that: it saves the launches.
+        `draws` False says that no row is drawn, `cuts` False that none asks for top-k or top-p: it saves the launches.
         Raises ValueError for more rows than there is room for, or another vocabulary.
         """
         rows, vocab = logits.shape
@@ -340,50 +398,22 @@ class TokenSampler:
             finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
         if not rows:
             return tokens, finite
-        source = (logits, logits.stride(0), vocab)
-        grid = (self._chunks, rows)
+        source, grid, launch = (logits, logits.stride(0), vocab), (self._chunks, rows), early(logits)
+        limits = (params.temperature, params.top_k, params.top_p, params.min_p)
+        peaks, between = (self._highest, self._lowest), self._between.view(logits.dtype)
         _peaks[grid](
-            *source,
-            self._highest,
-            self._highest_at,
-            self._lowest,
-            self._ceiling,
-            CHUNK=self._sizes["CHUNK"],
-            num_warps=4,
+            *source, self._highest, self._highest_at, self._lowest, CHUNK=self._sizes["CHUNK"], num_warps=4, **launch
         )
         if draws:
-            if top_k:
-                self._narrow(source, params, params.top_k, mass=False)
-            if top_p:
-                self._narrow(source, params, params.top_p, mass=True)
-            shape = (params.temperature, params.top_k, params.min_p)
-            _weigh[grid](*source, *shape, self._highest, self._ceiling, self._mass, **self._sizes, num_warps=4)
+            if cuts:
+                _measure[grid](*source, *limits, *peaks, self._sums, **self._sizes, num_warps=4, **launch)
+            _weigh[grid](
+                *source, *limits, *peaks, self._sums, self._mass, between, self._counts,
+                CUT=cuts, **self._sizes, num_warps=16 if cuts else 4, **launch,
+            )  # fmt: skip
         _choose[(rows,)](
-            *source, params.temperature, params.top_k, params.min_p, params.seed, params.choice, params.position,
-            self._highest, self._highest_at, self._ceiling, self._mass, tokens, finite,
-            DRAW=draws, TOKEN=TOKEN, **self._sizes, num_warps=8 if draws else 1,
+            *source, *limits, params.seed, params.choice, params.position,
+            self._highest, self._highest_at, self._lowest, self._sums, self._mass, between, self._counts, tokens, finite,
+            DRAW=draws, CUT=cuts, TOKEN=TOKEN, WIDTH=self._width, **self._sizes, num_warps=8 if draws else 1, **launch,
         )  # fmt: skip
         return tokens, finite
-
-    def _narrow(
-        self,
-        source: tuple[torch.Tensor, int, int],
-        params: SampleParams,
-        limits: torch.Tensor,
-        mass: bool,
-    ) -> None:
-        rows = len(source[0])
-        for turn in range(self._rounds + 1):
-            _narrow[(1 if turn == self._rounds else self._chunks, rows)](
-                *source, params.temperature, params.top_k, limits, params.min_p, self._highest, self._lowest, self._ceiling,
-                turn, self._max_rows, *self._search,
-                FIRST=turn == 0, LAST=turn == self._rounds, MASS=mass, LEVELS=self._levels, **self._sizes, num_warps=4,
-            )  # fmt: skip
-
-
-def rounds_for(levels: int) -> int:
-    """Until one key of 2^31 is left: half the first round's candidates are evenly spaced, and all of the others'."""
-    width, rounds = -(-(2**31) // (levels // 2 + 1)), 1
-    while width > 1:
-        width, rounds = -(-width // (levels + 1)), rounds + 1
-    return rounds

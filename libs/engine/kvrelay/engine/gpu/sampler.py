@@ -15,6 +15,5 @@ class TritonSampler:
         params = SampleParams(
             rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.choice, rows.position
         )
-        cut = draw is Draw.CUT
-        tokens, _ = self._sampler(logits, params, draws=draw is not Draw.GREEDY, top_k=cut, top_p=cut)
+        tokens, _ = self._sampler(logits, params, draws=draw is not Draw.GREEDY, cuts=draw is Draw.CUT)
         return tokens

@@ -23,9 +23,9 @@ class Decoder:
         self._layers = [Layer(config, index, weights, ops) for index in range(config.num_layers)]
         self._norm = rms_norm(weights.take("model.norm.weight", config.hidden_size), config.rms_norm_eps)
         if config.tie_embeddings:
-            self._head = tied_head(embedding)
+            self._head = tied_head(ops, embedding)
         else:
-            self._head = linear(weights.take("lm_head.weight", config.vocab_size, config.hidden_size))
+            self._head = linear(ops, weights.take("lm_head.weight", config.vocab_size, config.hidden_size))
         self._embedding = embedding if self._head.uses(embedding) else embedding.to(weights.stored_dtype)
         weights.finish(self._unused)
 
@@ -69,7 +69,7 @@ class Layer:
         def projection(parts: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Linear:
             weight = weights.merge(tuple(f"{name}.{part}.weight" for part in parts), rows, columns)
             offset = weights.merge(tuple(f"{name}.{part}.bias" for part in parts), rows) if bias else None
-            return linear(weight, offset)
+            return linear(ops, weight, offset)
 
         self._input_norm = rms_norm(weights.take(f"{name}.input_layernorm.weight", hidden), eps)
         self._qkv = projection(
@@ -94,7 +94,7 @@ class Layer:
     def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """Adds the attention `mixed` [T, Hq, D] to `hidden` [T, H] in place, and gives what is to be added for the MLP."""
         normed = self._ops.add_norm(hidden, self._output(mixed.flatten(1)), self._mlp_norm)
-        return self._down(self._ops.silu_gate(self._gate_up(normed)))
+        return self._down(self._gate_up.gated(normed))
 
 
 def _head_norm(config: ModelConfig, name: str, weights: Weights) -> Norm:

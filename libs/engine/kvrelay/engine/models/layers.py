@@ -1,9 +1,8 @@
 """Parts that models are made of. Plain callables on tensors [T, ...]: T tokens of any sequences, no padding, no batch."""
 
 import torch
-import torch.nn.functional as F
 
-from kvrelay.kernels.ops import Norm
+from kvrelay.kernels.ops import Norm, Ops
 
 PACK_ROWS = 64
 """The batch that packed weights are laid out for: 16 to 1,024 serve 1 to 256 tokens alike (within a tenth), 1 does not."""
@@ -13,18 +12,21 @@ HEAD_COPY_BYTES = 256 << 20
 class Linear:
     """x [T, in] → [T, out], by a weight [out, in]."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, ops: Ops, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._ops = ops
         self._weight = weight
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return self._ops.product(x, self._weight, self._bias)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the products, the first half gates of the second: silu(gate) × up, [T, out / 2]."""
+        return self._ops.gated_product(x, self._weight, self._bias)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         """As float32: not rounded to the weight's type, where that costs nothing."""
-        if x.is_cuda and self._weight.dtype is not torch.float32 and self._bias is None:
-            return torch.mm(x, self._weight.T, out_dtype=torch.float32)
-        return self(x).to(torch.float32)
+        return self._ops.product(x, self._weight, self._bias, torch.float32)
 
     def uses(self, weight: torch.Tensor) -> bool:
         """As it is: no copy was made."""
@@ -34,16 +36,22 @@ class Linear:
 class PackedLinear(Linear):
     """The same on a CPU, by oneDNN, with the weight laid out once for its kernels; the plain weight is not kept."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS), bias)
+    def __init__(self, ops: Ops, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(ops, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS), bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return y
 
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ops.silu_gate(self(x))
 
-def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    return PackedLinear(weight, bias) if _packs(weight) else Linear(weight, bias)
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).to(torch.float32)
+
+
+def linear(ops: Ops, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    return PackedLinear(ops, weight, bias) if _packs(weight) else Linear(ops, weight, bias)
 
 
 def _packs(weight: torch.Tensor) -> bool:
@@ -54,13 +62,13 @@ def _packs(weight: torch.Tensor) -> bool:
     return weight.dtype is torch.float32
 
 
-def tied_head(embedding: torch.Tensor) -> Linear:
+def tied_head(ops: Ops, embedding: torch.Tensor) -> Linear:
     """The output layer that shares the embedding's weight [V, H].
 
     The look-up needs the plain weight, so packing costs a copy: worth it where the copy is small (half the time in
     bfloat16, a third of it in float32 with AVX2, at 1 to 8 tokens).
     """
-    return linear(embedding) if embedding.nbytes <= HEAD_COPY_BYTES else Linear(embedding)
+    return linear(ops, embedding) if embedding.nbytes <= HEAD_COPY_BYTES else Linear(ops, embedding)
 
 
 def rms_norm(weight: torch.Tensor, eps: float) -> Norm:
