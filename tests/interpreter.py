@@ -2,6 +2,7 @@
 
 import os
 import sys
+import types
 
 import torch
 
@@ -10,6 +11,7 @@ if not torch.cuda.is_available():
     assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1"
     os.environ["TRITON_INTERPRET"] = "1"
 
+    import triton.language
     from triton.runtime import interpreter
 
     _patch_lang_tensor = interpreter._patch_lang_tensor
@@ -21,8 +23,12 @@ if not torch.cuda.is_available():
 
     interpreter._patch_lang_tensor = _patch
 
+    # Triton 3.6 sets up the language anew for each function that a kernel calls, which takes longer than most of them.
+    _patch_lang = interpreter._patch_lang
+    _whole = types.SimpleNamespace(__globals__={"tl": triton.language, "core": triton.language.core})
+
     def _call(self: "interpreter.InterpretedFunction", *args: object, **kwargs: object) -> object:
-        """A function that a kernel calls: Triton 3.6 sets up the language anew for each, which takes longer than most of them."""
         return self.rewrite()(*args, **kwargs)
 
+    interpreter._patch_lang = lambda fn: _patch_lang(_whole)
     interpreter.InterpretedFunction.__call__ = _call

@@ -159,7 +159,7 @@ def candidates(tokens: int, shape: tuple[int, int]) -> list[GemvConfig | ThinCon
         ]
     return [
         ThinConfig(parts, block_k, stages, ahead=ahead)
-        for parts, block_k, stages in itertools.product((1, 2, 4, 8, 16), (64, 128, 256), (2, 3, 4, 5, 7, 9))
+        for parts, block_k, stages in itertools.product((1, 2, 4, 8, 16), (64, 128), (3, 5, 8))
         for ahead in (False, True)
         if columns % (parts * block_k) == 0
         and 80 * block_k * 2 * stages <= 225 << 10
