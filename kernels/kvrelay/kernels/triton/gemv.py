@@ -27,7 +27,7 @@ class GemvConfig:
     warps: int = 4
     early: bool = True
     """Launched before the kernel before it has ended, where the device can do that."""
-    ahead: bool = True
+    ahead: bool = False
     """Then asks for all its rows at once."""
 
 

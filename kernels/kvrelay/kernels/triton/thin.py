@@ -31,7 +31,7 @@ class ThinConfig:
     """Of loads on their way."""
     early: bool = True
     """Launched before the kernel before it has ended, where the device can do that."""
-    ahead: bool = True
+    ahead: bool = False
     """Then asks for all its part of the weight at once."""
 
 
