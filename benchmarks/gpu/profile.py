@@ -26,6 +26,10 @@ def profile_steps(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
     decoding = 0
     while decoding < WARM_STEPS:
         decoding += len(llm.engine.step().deltas) == len(prompts)
+    before = llm.engine.host_seconds
+    for _ in range(STEPS):
+        llm.engine.step()
+    host = (llm.engine.host_seconds - before) / STEPS
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(STEPS):
             llm.engine.step()
@@ -33,7 +37,7 @@ def profile_steps(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
     llm.engine.abort(ids)
     while llm.engine.has_work:
         llm.engine.step()
-    return _summary(trace)
+    return {"host_ms_a_step": host * 1e3, **_summary(trace)}
 
 
 def _summary(trace: profile) -> dict[str, Any]:
