@@ -26,7 +26,7 @@ from kvrelay.cli.model import DEFAULT_DIR
 from kvrelay.common.request import SamplingParams
 from kvrelay.engine.attention import cpu as attention
 from kvrelay.engine.attention import gathered
-from kvrelay.engine.batch import Batch, LayerHook, StepResult
+from kvrelay.engine.batch import Batch, LayerHook, Running
 from kvrelay.engine.core import no_hook
 from kvrelay.engine.llm import LLM
 from kvrelay.engine.models import layers
@@ -102,17 +102,17 @@ def measure(args: argparse.Namespace) -> tuple[list[float], dict[str, float]]:
     for owner, name, part in PARTS:
         clock.wrap(owner, name, part)
     engine = llm.engine
-    plain = engine.run
+    plain = engine.launch
 
-    def run(batch: Batch, on_layer: LayerHook = no_hook) -> StepResult:
+    def launch(batch: Batch, on_layer: LayerHook = no_hook) -> Running:
         clock.on = batch.num_tokens == len(batch.parts) == args.sequences
         started = time.perf_counter()
-        result = plain(batch, on_layer)
+        running = plain(batch, on_layer)
         if clock.on:
             steps.append(time.perf_counter() - started)
-        return result
+        return running
 
-    engine.run = run  # type: ignore[method-assign]
+    engine.launch = launch  # type: ignore[method-assign]
     llm.generate(prompts(), sampling)
     return steps, clock.seconds
 
