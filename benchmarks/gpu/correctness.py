@@ -32,7 +32,7 @@ NUM_TOKENS = 48
 
 
 def logits(folder: Path, shape: str, lengths: tuple[int, ...], **changes: Any) -> dict[str, Any]:
-    """Relative errors ‖logits - float32's‖ / ‖float32's‖ of the prompts' last positions, computed together.
+    """The relative error ‖logits - float32's‖ / ‖float32's‖ of the prompts' last positions, over all prompts.
 
     Raises AssertionError where ours is over 1.5 times that of transformers in bfloat16, or not finite.
     """
@@ -59,7 +59,7 @@ def logits(folder: Path, shape: str, lengths: tuple[int, ...], **changes: Any) -
 
 
 def _last_logits(llm: LLM, prompts: list[list[int]]) -> torch.Tensor:
-    """[R, V], by chunks and decodes: each prompt's last token is computed as a decode."""
+    """[R, V], one prompt after the other: a single token is a decode, what is longer than a step comes in chunks."""
     kept: list[torch.Tensor] = []
     model = llm.engine.runner._model  # type: ignore[attr-defined]
     plain = model.logits

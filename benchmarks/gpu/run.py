@@ -8,6 +8,7 @@ Decode: (time of 257 tokens - time of 1) / 256, random token ids, no prefix cach
 
 import argparse
 import fnmatch
+import gc
 import json
 import random
 import statistics
@@ -147,6 +148,7 @@ def run(patterns: list[str], **options: Any) -> Iterator[tuple[str, Figures]]:
             for name, case in wanted:
                 yield f"{shape}/{name}", case(model)
             del model
+            gc.collect()  # an engine's parts know each other
             torch.cuda.empty_cache()
 
 

@@ -223,6 +223,16 @@ def test_a_small_pool_changes_nothing(folder: Path) -> None:
     assert gpu.tokens() == cpu.tokens()
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_choices_part_beside_a_chunk_of_one_token(folder: Path) -> None:
+    """As many tokens are sampled as are computed, and not one after each."""
+    requests = requests_of({"n": 2, "seed": 5, "max_tokens": 2}, {"temperature": 0.0, "max_tokens": 1}, lengths=(1, 2))
+    gpu, cpu = (Bench(made(folder, max_num_batched_tokens=2)) for made in (on_gpu, on_cpu))
+    gpu.run(requests)
+    cpu.run(requests)
+    assert gpu.tokens() == cpu.tokens()
+
+
 def test_sizes_of_graphs() -> None:
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(5) == [1, 2, 4, 5]

@@ -1,7 +1,6 @@
 """Puts an engine together: weights, cache, attention, sampler, runner, scheduler. All that takes long at a start is here."""
 
 import dataclasses
-import gc
 import logging
 from collections.abc import Callable
 
@@ -45,7 +44,6 @@ def build(config: EngineConfig, on_progress: OnProgress, listener: CacheListener
         fingerprint=loaded.fingerprint,
         listener=listener,
     )
-    gc.freeze()  # what is there now stays: no collection need look at it again
     return Built(engine, runner.kv, loaded, runner.kv.layout(loaded.fingerprint), reason)
 
 

@@ -1,6 +1,7 @@
 """Drives one engine: takes the front's messages, runs steps, and lets KV in and out beside them."""
 
 import asyncio
+import gc
 import logging
 import time
 from collections import deque
@@ -83,6 +84,9 @@ class Driver:
         changes = CacheChanges(config.block_size)
         listener = changes if config.kv_events else None
         built = await loop.run_in_executor(compute, build, config, progress, listener)
+        # What is there now lives as long as the process: no collection need look at it again.
+        gc.collect()
+        gc.freeze()
         epoch = new_epoch()
         options = PortConfig(
             frame_bytes=config.frame_bytes, staging_bytes=config.staging_bytes, checksums=config.checksums

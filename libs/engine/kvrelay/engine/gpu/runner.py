@@ -106,7 +106,7 @@ class GpuRunner:
         kv_cache_bytes: int,
         unpack: Unpack = unpack_decodes,
     ) -> None:
-        """Makes the KV cache and captures the graphs. Raises Unsupported where there is no memory for them."""
+        """Makes the KV cache. Raises Unsupported where there is no memory for it."""
         device = torch.device(config.device)
         self.device = device
         self.kv = DeviceKvCache(
@@ -201,7 +201,7 @@ class GpuRunner:
         if len(sampled) > self._max_sampled or any(_needs_host(part) for part in parts):
             inputs = self._unpack(parts, rows)
             return Done(self._sample_on_host(parts, sampled, inputs, self._forward(inputs), after))
-        if len(sampled) == len(parts) == batch.num_tokens:
+        if all(part.num_tokens == 1 and part.samples and branches(part.seq) == 1 for part in parts):
             size = self._graphs.size_for(len(parts))
             tokens = self._graphs.run(decode_words(parts, rows, self._host, size), draw)
         else:
