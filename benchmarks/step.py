@@ -26,8 +26,7 @@ from kvrelay.cli.model import DEFAULT_DIR
 from kvrelay.common.request import SamplingParams
 from kvrelay.engine.attention import cpu as attention
 from kvrelay.engine.attention import gathered
-from kvrelay.engine.batch import Batch, LayerHook, Running
-from kvrelay.engine.core import no_hook
+from kvrelay.engine.batch import Batch, LayerHook, Running, no_hook
 from kvrelay.engine.llm import LLM
 from kvrelay.engine.models import layers
 from kvrelay.engine.runner import ModelRunner

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvrelay.kernels.ops import Norm
+from kvrelay.kernels.ops import Norm, SampleParams
 from kvrelay.kernels.triton.gate import silu_gate
 from kvrelay.kernels.triton.norm import add_norm
 from kvrelay.kernels.triton.rotary import rotate_and_store
-from kvrelay.kernels.triton.sample import SampleParams, TokenSampler
+from kvrelay.kernels.triton.sample import TokenSampler
 
 FLOOR_TB_S = 4.3
 """What one H200 reads, measured with copies of gigabytes."""

@@ -1,6 +1,7 @@
 """The CPU backend against attention written out, over mixed batches; the KV cache's rows and conversions."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvrelay.engine.attention.registry import choose
 from kvrelay.engine.cache import TORCH_DTYPES, KvCache, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.convert import convert
+from kvrelay.engine.gpu.cache import DeviceKvCache
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.rope import RopeSettings
 
@@ -44,6 +46,14 @@ def one_thread() -> None:
 
 def cache(block_size: int = 16, dtype: KvDtype = KvDtype.FLOAT32, num_bytes: int = 2 << 20) -> KvCache:
     return KvCache(MODEL, dtype, block_size, num_bytes)
+
+
+def device_cache(dtype: KvDtype) -> KvCache:
+    """The GPU's, here in the memory of the CPU."""
+    return DeviceKvCache(MODEL, dtype, 16, 2 << 20, torch.device("cpu"))
+
+
+KINDS = pytest.mark.parametrize("make", [cache, device_cache])
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -190,8 +200,11 @@ def test_what_the_compiled_kernel_cannot_do_is_torchs() -> None:
 class TestCache:
     @pytest.mark.parametrize("theirs", list(TORCH_DTYPES))
     @pytest.mark.parametrize("own", list(TORCH_DTYPES))
-    def test_rows_are_converted_as_torch_does(self, own: KvDtype, theirs: KvDtype) -> None:
-        kv = cache(dtype=own)
+    @KINDS
+    def test_rows_are_converted_as_torch_does(
+        self, make: Callable[..., KvCache], own: KvDtype, theirs: KvDtype
+    ) -> None:
+        kv = make(dtype=own)
         kv.data.copy_(torch.randn(kv.data.shape) * torch.logspace(-12, 6, kv.data.shape[-1]))
         kv.data[1, 0, 0, 0, 0, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
         slots = kv.slots([7, 0, 3], 5, 40)
@@ -202,12 +215,21 @@ class TestCache:
         found = torch.from_numpy(out).view(TORCH_DTYPES[theirs]).view(expected.shape)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
-        other = cache(dtype=own)
+        other = make(dtype=own)
         elsewhere = other.slots([1, 2, 9, 4], 3, 40)
         other.write_rows(0, elsewhere, out, theirs)
         back = other.data[0].flatten(1, 2).flatten(2)[:, torch.from_numpy(elsewhere)]
         torch.testing.assert_close(back, expected.to(back.dtype), rtol=0, atol=0, equal_nan=True)
         assert int((other.data != 0).any(-1).any(-1).sum()) <= 2 * 40
+
+    @KINDS
+    def test_blocks_are_copied(self, make: Callable[..., KvCache]) -> None:
+        kv = make(dtype=KvDtype.FLOAT32)
+        kv.data.copy_(torch.randn(kv.data.shape))
+        before = kv.data.clone()
+        kv.copy_blocks([(3, 5), (3, 1), (7, 2)])
+        before[:, :, [5, 1, 2]] = before[:, :, [3, 3, 7]]
+        assert torch.equal(kv.data, before)
 
     def test_ties_go_to_even(self) -> None:
         kv = cache()
@@ -220,15 +242,18 @@ class TestCache:
 
     @pytest.mark.parametrize("theirs", [*TORCH_DTYPES, KvDtype.FLOAT8_E4M3])
     @pytest.mark.parametrize("own", list(TORCH_DTYPES))
-    def test_spans_are_read_and_written_as_any_type(self, own: KvDtype, theirs: KvDtype) -> None:
-        kv = cache(dtype=own)
+    @KINDS
+    def test_spans_are_read_and_written_as_any_type(
+        self, make: Callable[..., KvCache], own: KvDtype, theirs: KvDtype
+    ) -> None:
+        kv = make(dtype=own)
         kv.data.copy_(torch.randn(kv.data.shape))
         torch_dtype = torch.float8_e4m3fn if theirs is KvDtype.FLOAT8_E4M3 else TORCH_DTYPES[theirs]
         out = np.empty(kv.span_bytes(theirs), np.uint8)
         kv.read_span(3 * 16, out, theirs)
         expected = kv.data[:, :, 3].to(torch_dtype)
         assert torch.from_numpy(out).view(torch_dtype).float().equal(expected.float().flatten())
-        other = cache(dtype=own)
+        other = make(dtype=own)
         other.write_span(5 * 16, out, theirs)
         assert other.data[:, :, 5].equal(expected.to(TORCH_DTYPES[own]))
         assert int((other.data != 0).flatten(3).any(-1).flatten(0, 1).any(0).sum()) == 1, "no other block is written"

@@ -14,7 +14,8 @@ from tests.kernels.triton_device import DEVICE, ON_GPU
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kvrelay.kernels.triton.sample import TOKEN, SampleParams, TokenSampler
+from kvrelay.kernels.ops import SampleParams
+from kvrelay.kernels.triton.sample import TOKEN, TokenSampler
 
 # numpy, which the interpreter computes by, warns of distances between infinities.
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]

@@ -18,6 +18,27 @@ class Norm:
     """float32, a scalar."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SampleParams:
+    """Of R rows, on the device, each [R]. Temperature 0 or `top_k` 1 take the most likely token; `top_k` 0, `top_p` 1 and
+    `min_p` 0 leave a row whole."""
+
+    temperature: torch.Tensor
+    """float32"""
+    top_k: torch.Tensor
+    """int32"""
+    top_p: torch.Tensor
+    """float32"""
+    min_p: torch.Tensor
+    """float32"""
+    seed: torch.Tensor
+    """int64, which counts modulo 2^64"""
+    choice: torch.Tensor
+    """int32"""
+    position: torch.Tensor
+    """int64"""
+
+
 class Ops(Protocol):
     """On tensors of one dtype, contiguous unless said otherwise; arithmetic is float32's."""
 

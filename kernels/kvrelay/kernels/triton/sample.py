@@ -14,12 +14,11 @@ are, their keys. A bracket (low, high] of keys is narrowed until one is left: le
 to `high`.
 """
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.ops import SampleParams
 from kvrelay.kernels.triton.early import begin, early
 
 TOKEN = 0
@@ -31,27 +30,6 @@ _NEVER = tl.constexpr(0x7FFFFFFF)
 _SMALLEST_TEMPERATURE = tl.constexpr(1e-30)
 _FAR = tl.constexpr(24.0)
 """Temperatures from the largest logit: a vocabulary of what lies beyond weighs nothing."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class SampleParams:
-    """Of R rows, on the device, each [R]. Temperature 0 or `top_k` 1 take the most likely token; `top_k` 0, `top_p` 1 and
-    `min_p` 0 leave a row whole."""
-
-    temperature: torch.Tensor
-    """float32"""
-    top_k: torch.Tensor
-    """int32"""
-    top_p: torch.Tensor
-    """float32"""
-    min_p: torch.Tensor
-    """float32"""
-    seed: torch.Tensor
-    """int64, which counts modulo 2^64"""
-    choice: torch.Tensor
-    """int32"""
-    position: torch.Tensor
-    """int64"""
 
 
 @triton.jit

@@ -11,6 +11,10 @@ LayerHook = Callable[[int], None]
 """Called by the runner's thread with a layer's number when the batch's KV of that layer lies in the cache."""
 
 
+def no_hook(layer: int) -> None:
+    pass
+
+
 @dataclasses.dataclass(slots=True)
 class Scheduled:
     """A sequence's part of a step: `tokens[start : start + num_tokens]`.

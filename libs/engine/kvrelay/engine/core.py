@@ -17,7 +17,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, TransferFailed
 from kvrelay.common.ids import Fingerprint, RequestId
 from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs
-from kvrelay.engine.batch import Batch, LayerHook, Running, Sample, StepResult
+from kvrelay.engine.batch import Batch, LayerHook, Running, Sample, StepResult, no_hook
 from kvrelay.engine.budget import StepBudget
 from kvrelay.engine.check import violations
 from kvrelay.engine.config import EngineConfig
@@ -55,10 +55,6 @@ class Runner(Protocol):
     def forget(self, seq: Sequence) -> None:
         """The sequence is in no step any more, or not before it is computed anew. Never called during `launch`."""
         ...
-
-
-def no_hook(layer: int) -> None:
-    pass
 
 
 def _on_the_host(part: "Callable[Concatenate[Engine, P], R]") -> "Callable[Concatenate[Engine, P], R]":

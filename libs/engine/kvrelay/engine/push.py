@@ -13,9 +13,8 @@ from kvrelay.common.errors import KvrelayError
 from kvrelay.common.ids import RequestId
 from kvrelay.common.layout import KvDtype
 from kvrelay.common.request import ChoiceDelta, EngineRequest, Ticket
-from kvrelay.engine.batch import Batch, LayerHook
+from kvrelay.engine.batch import Batch, LayerHook, no_hook
 from kvrelay.engine.cache import KvCache
-from kvrelay.engine.core import no_hook
 from kvrelay.engine.messages import PushCompleted, PushFailed
 from kvrelay.engine.sequence import Sequence
 from kvrelay.transfer.frame import FinalFrame

@@ -16,6 +16,7 @@ from kvrelay.common.request import SamplingParams
 from kvrelay.engine.batch import Scheduled
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.tables import BlockTables
+from kvrelay.kernels.ops import SampleParams
 
 
 class Draw(enum.Enum):
@@ -53,19 +54,6 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class SamplingRows:
-    """How R tokens are drawn, each [R]; as `kvrelay.kernels.triton.sample.SampleParams`."""
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    seed: torch.Tensor
-    choice: torch.Tensor
-    position: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DeviceInputs:
     """Of a step of T tokens of S sequences' parts that samples R tokens, on the device."""
 
@@ -85,7 +73,7 @@ class DeviceInputs:
     """int64 [R]: which of the tokens each sampled one follows; None: each token, in order."""
     feed_rows: torch.Tensor
     """int64 [R]: whose row each sampled token goes to."""
-    sampling: SamplingRows
+    sampling: SampleParams
     num_decodes: int
     """The first parts have one token each."""
     prompts: tuple[Prompt, ...] = ()
@@ -169,10 +157,10 @@ def sampling_words(
     return np.concatenate((host.integers(rows), choices[None], positions[None], host.floats(rows).view(np.int64)))
 
 
-def unpack_sampling(words: torch.Tensor) -> SamplingRows:
+def unpack_sampling(words: torch.Tensor) -> SampleParams:
     top_k, seed, choice, position = words[:4]
     temperature, top_p, min_p = words[4:].view(torch.float64).to(torch.float32)
-    return SamplingRows(temperature, top_k.to(torch.int32), top_p, min_p, seed, choice.to(torch.int32), position)
+    return SampleParams(temperature, top_k.to(torch.int32), top_p, min_p, seed, choice.to(torch.int32), position)
 
 
 def step_words(parts: list[Scheduled], rows: NDArray[np.int64], host: HostRows) -> list[NDArray[np.int64]]:

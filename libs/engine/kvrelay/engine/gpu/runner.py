@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.common.errors import Internal
-from kvrelay.engine.batch import Batch, Done, LayerHook, Running, Sample, Scheduled, StepResult
+from kvrelay.engine.batch import Batch, Done, LayerHook, Running, Sample, Scheduled, StepResult, no_hook
 from kvrelay.engine.cache import kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.gpu.attention import DeviceAttention
@@ -32,7 +32,6 @@ from kvrelay.engine.gpu.inputs import (
     Draw,
     HostRows,
     Prompt,
-    SamplingRows,
     branches,
     decode_words,
     prompts_of,
@@ -46,6 +45,7 @@ from kvrelay.engine.penalties import adjusts
 from kvrelay.engine.runner import prompt_logprobs_of
 from kvrelay.engine.sampler import BadLogits, Sampler
 from kvrelay.engine.sequence import Sequence
+from kvrelay.kernels.ops import SampleParams
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +58,6 @@ class DeviceSampler(Protocol):
 
 Unpack = Callable[[torch.Tensor, DeviceRows], DeviceInputs]
 """What `decode_words` gave, on the device, into a step's inputs."""
-
-
-def _no_hook(layer: int) -> None:
-    pass
 
 
 @dataclasses.dataclass(slots=True)
@@ -154,7 +150,7 @@ class GpuRunner:
                 block_tables=rows.tables[[rows.nobody] * len(lengths)],
                 last=full(count),
                 feed_rows=full(count, value=rows.nobody),
-                sampling=SamplingRows(
+                sampling=SampleParams(
                     full(count, value=1.0, dtype=torch.float32),
                     full(count, value=2, dtype=torch.int32),
                     full(count, value=0.5, dtype=torch.float32),
@@ -225,7 +221,7 @@ class GpuRunner:
 
     def _forward(self, inputs: DeviceInputs) -> torch.Tensor:
         return self._model.forward(
-            inputs.token_ids, inputs.positions, self.kv, self._attention.prepare(inputs), _no_hook
+            inputs.token_ids, inputs.positions, self.kv, self._attention.prepare(inputs), no_hook
         )
 
     def _sample(self, inputs: DeviceInputs, draw: Draw) -> torch.Tensor:

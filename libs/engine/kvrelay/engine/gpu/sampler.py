@@ -3,7 +3,7 @@
 import torch
 
 from kvrelay.engine.gpu.inputs import DeviceInputs, Draw
-from kvrelay.kernels.triton.sample import SampleParams, TokenSampler
+from kvrelay.kernels.triton.sample import TokenSampler
 
 
 class TritonSampler:
@@ -11,9 +11,5 @@ class TritonSampler:
         self._sampler = TokenSampler(max_rows, vocab_size, device)
 
     def __call__(self, logits: torch.Tensor, inputs: DeviceInputs, draw: Draw) -> torch.Tensor:
-        rows = inputs.sampling
-        params = SampleParams(
-            rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.choice, rows.position
-        )
-        tokens, _ = self._sampler(logits, params, draws=draw is not Draw.GREEDY, cuts=draw is Draw.CUT)
+        tokens, _ = self._sampler(logits, inputs.sampling, draws=draw is not Draw.GREEDY, cuts=draw is Draw.CUT)
         return tokens

@@ -2,7 +2,8 @@
 
 import torch
 
-from kvrelay.engine.gpu.inputs import DeviceInputs, DeviceRows, SamplingRows
+from kvrelay.engine.gpu.inputs import DeviceInputs, DeviceRows
+from kvrelay.kernels.ops import SampleParams
 from kvrelay.kernels.triton import inputs as kernel
 
 
@@ -25,6 +26,6 @@ class TritonUnpack:
             block_tables=tables,
             last=None,
             feed_rows=words[0],
-            sampling=SamplingRows(temperature, top_k, top_p, min_p, words[5], choice, words[7]),
+            sampling=SampleParams(temperature, top_k, top_p, min_p, words[5], choice, words[7]),
             num_decodes=len(lens),
         )
