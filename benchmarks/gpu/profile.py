@@ -26,10 +26,10 @@ def profile_steps(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
     decoding = 0
     while decoding < WARM_STEPS:
         decoding += len(llm.engine.step().deltas) == len(prompts)
-    before = llm.engine.host_seconds
+    before = llm.engine.counts.host_seconds
     for _ in range(STEPS):
         llm.engine.step()
-    host = (llm.engine.host_seconds - before) / STEPS
+    host = (llm.engine.counts.host_seconds - before) / STEPS
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(STEPS):
             llm.engine.step()

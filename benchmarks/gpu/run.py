@@ -102,9 +102,9 @@ def idle(model: Model, batch: int, context: int) -> Figures:
 
 def throughput(model: Model, batch: int, num_prompt: int, num_output: int) -> Figures:
     model.seconds(batch, num_prompt, 8)
-    before = model.llm.engine.host_seconds
+    before = model.llm.engine.counts.host_seconds
     seconds = model.seconds(batch, num_prompt, num_output)
-    host = model.llm.engine.host_seconds - before
+    host = model.llm.engine.counts.host_seconds - before
     return {"tokens_per_s": batch * num_output / seconds, "seconds": seconds, "host_share": host / seconds}
 
 

@@ -219,7 +219,7 @@ class Pod:
                 batch = engine.schedule()
                 self.h.take(engine.drain())
                 if batch is not None:
-                    self.h.take(engine.update(batch, engine.run(batch)))
+                    self.h.take(engine.update(batch, engine.launch(batch).result()))
                     await asyncio.sleep(0)
                 else:
                     while seen == self.num_changes:

@@ -198,7 +198,7 @@ class PodLife:
                     self.ended.add(request_id)
             self.h.port.over.clear()
         else:
-            self.h.take(self.h.engine.update(self.batch, self.h.engine.run(self.batch)))
+            self.h.take(self.h.engine.update(self.batch, self.h.engine.launch(self.batch).result()))
             self.batch = None
 
     def steps(self) -> None:

@@ -34,7 +34,7 @@ def test_a_step_in_flight_says_nothing_for_the_next_attempt(harness: Any) -> Non
     former = len(h.deltas)
     again = h.request("a", 40, max_tokens=20, resume=(ResumedChoice(choice=0, token_ids=tuple(h.output("a"))),))
     h.engine.reserve_local(again, 2)
-    h.take(h.engine.update(batch, h.engine.run(batch)))
+    h.take(h.engine.update(batch, h.engine.launch(batch).result()))
     h.run()
     h.check_output(again)
     assert attempts(h) == [1] * former + [2] * (20 - former)

@@ -29,7 +29,7 @@ def test_while_running(harness: Any, in_flight: bool) -> None:
     h.check()
     assert (h.engine.inspect().free_blocks > free) is not in_flight
     if batch is not None:
-        h.take(h.engine.update(batch, h.engine.run(batch)))
+        h.take(h.engine.update(batch, h.engine.launch(batch).result()))
         h.check()
         assert h.engine.inspect().free_blocks > free - 3
     h.run()
@@ -50,7 +50,7 @@ def test_with_the_last_one_the_request_is_over(harness: Any, in_flight: bool) ->
         h.engine.abort_choice(A, choice)
     assert A not in h.engine.request_ids
     if batch is not None:
-        h.take(h.engine.update(batch, h.engine.run(batch)))
+        h.take(h.engine.update(batch, h.engine.launch(batch).result()))
     h.step()
     assert not h.finished
     assert h.notices[1:] == []

@@ -39,7 +39,7 @@ class TestLocal:
         batch = h.engine.schedule()
         assert batch is not None
         assert len(batch.copies) == 3
-        h.take(h.engine.update(batch, h.engine.run(batch)))
+        h.take(h.engine.update(batch, h.engine.launch(batch).result()))
         h.check_empty()
 
     def test_ends_by_eos_stop_token_and_length(self, harness: Any) -> None:
@@ -210,7 +210,7 @@ class TestPrefillSide:
         h.check()
         h.engine.push_done(request.request_id)
         assert h.engine.manager.num_free < 64
-        h.take(h.engine.update(batch, h.engine.run(batch)))
+        h.take(h.engine.update(batch, h.engine.launch(batch).result()))
         h.check_empty()
         assert not h.deltas
 
@@ -263,7 +263,7 @@ class TestEnds:
         h.check()
         h.engine.add(h.request("a", 25))
         if batch is not None:
-            h.engine.update(batch, h.engine.run(batch))
+            h.engine.update(batch, h.engine.launch(batch).result())
             h.check()
             assert len(h.runner.free_rows) >= 2
         h.tokens.clear()

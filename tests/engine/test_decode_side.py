@@ -100,7 +100,7 @@ class TestDecodeSide:
         again = h.request("a", 40, max_tokens=20, resume=(resumed(0, *h.output("a")),))
         second = h.engine.reserve(again, 2)
         assert second.num_cached == 32
-        h.take(h.engine.update(batch, h.engine.run(batch)))
+        h.take(h.engine.update(batch, h.engine.launch(batch).result()))
         h.deliver(second, again)
         h.run()
         h.check_output(again)

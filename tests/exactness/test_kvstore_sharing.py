@@ -80,7 +80,7 @@ class ModelPod:
                 if batch is None:
                     await self._changed.wait()
                     continue
-                update = engine.update(batch, engine.run(batch))
+                update = engine.update(batch, engine.launch(batch).result())
                 tokens += [token for delta in update.deltas for token in delta.token_ids]
                 cached = next(
                     (n.kind.num_cached_tokens for n in update.notices if isinstance(n.kind, PromptComputed)), cached

@@ -9,17 +9,15 @@ the runner allows for it, the next step is scheduled and launched before the res
 sequences whose next token depends on nothing but the KV, and takes the tokens that it does not know yet from the device.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, KeysView
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, TransferFailed
 from kvrelay.common.ids import Fingerprint, RequestId
 from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs
 from kvrelay.engine.batch import Batch, LayerHook, Running, Sample, StepResult, no_hook
 from kvrelay.engine.budget import StepBudget
-from kvrelay.engine.check import violations
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.entry import Entry, Limits, delivered
 from kvrelay.engine.ledger import Ledger, NoTransfer, StepUpdate, TransferPort
@@ -36,11 +34,10 @@ from kvrelay.engine.pool import CacheListener
 from kvrelay.engine.reserve import Admission, Reservation
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence, State
+from kvrelay.engine.views import Counts, Views, on_the_host
 
 __all__ = ["Engine", "Reservation", "Runner", "StepUpdate", "TransferPort"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _CHUNK = 16
 _CPU_START = 64
 """Tokens of the first steps on a CPU, before their cost is known."""
@@ -55,19 +52,6 @@ class Runner(Protocol):
     def forget(self, seq: Sequence) -> None:
         """The sequence is in no step any more, or not before it is computed anew. Never called during `launch`."""
         ...
-
-
-def _on_the_host(part: "Callable[Concatenate[Engine, P], R]") -> "Callable[Concatenate[Engine, P], R]":
-    """Counts the time of a part of the step."""
-
-    def timed(engine: "Engine", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        started = time.perf_counter()
-        try:
-            return part(engine, *args, **kwargs)
-        finally:
-            engine.host_seconds += time.perf_counter() - started
-
-    return timed
 
 
 class Engine:
@@ -111,11 +95,8 @@ class Engine:
         """Scheduled and not updated, in order."""
         self._running: deque[tuple[Batch, Running]] = deque()
         """What `step` has launched."""
-        self.host_seconds = 0.0
-        """Spent to schedule, launch and update steps, without the waits for results."""
-        self._steps = 0
-        self._step_ms = 0.0
-        self._prompt_tokens = self._computed_tokens = self._cached_tokens = self._generated_tokens = 0
+        self.counts = Counts()
+        self._views = Views(self.manager, self.scheduler, self._ledger, self.budget, self.counts)
 
     def connect(self, port: TransferPort) -> None:
         """Who is told at once when the transfer loses blocks. Before the first request."""
@@ -240,13 +221,13 @@ class Engine:
         """Something runs or waits. `schedule` may still find that it has to wait for a push or a transfer."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._flights)
 
-    @_on_the_host
+    @on_the_host
     def schedule(self) -> Batch | None:
         """The next step; None where nothing can run before another call frees or adds something, or before a step in flight
         ends. `drain` has the news."""
         if self._flights and (len(self._flights) >= self.runner.depth or self.scheduler.starved):
             return None
-        batch = self.scheduler.schedule(self._steps + len(self._flights), ahead=bool(self._flights))
+        batch = self.scheduler.schedule(self.counts.num_steps + len(self._flights), ahead=bool(self._flights))
         self._forget()
         if batch is None:
             return None
@@ -256,20 +237,18 @@ class Engine:
             self._announce(part.seq)
         return batch
 
-    @_on_the_host
+    @on_the_host
     def launch(self, batch: Batch, on_layer: LayerHook = no_hook) -> Running:
         return self.runner.launch(batch, on_layer)
 
-    def run(self, batch: Batch, on_layer: LayerHook = no_hook) -> StepResult:
-        return self.launch(batch, on_layer).result()
-
-    @_on_the_host
+    @on_the_host
     def update(self, batch: Batch, result: StepResult) -> StepUpdate:
         """Takes in what the first of the steps in flight has computed. Choices end, branch, or go on; what was ended meanwhile
         is freed."""
         assert batch is self._flights[0], "steps end in order"
         self._flights.popleft()
-        self._count(batch, result)
+        self.counts.add(batch, result)
+        self.budget.observe(batch.num_tokens, result.seconds)
         for part in batch.parts:
             part.land()
             # A sequence that has ended meanwhile may lack the last token of its part.
@@ -309,8 +288,8 @@ class Engine:
         if entry.announced:
             return
         entry.announced = True
-        self._prompt_tokens += seq.num_prompt
-        self._cached_tokens += seq.num_cached
+        self.counts.prompt_tokens += seq.num_prompt
+        self.counts.cached_tokens += seq.num_cached
         if entry.pushing:
             self._ledger.note(entry, PrefillStarted(num_cached_tokens=seq.num_cached))
 
@@ -364,7 +343,7 @@ class Engine:
 
     def _delta(self, entry: Entry, seq: Sequence, sample: Sample) -> ChoiceDelta:
         seq.tokens.append(sample.token)
-        self._generated_tokens += 1
+        self.counts.generated_tokens += 1
         reason, stop = self.limits.ending(seq)
         return ChoiceDelta(
             request_id=seq.request.request_id,
@@ -396,12 +375,6 @@ class Engine:
             elif sample.choice in rest:
                 self._ledger.say(self._delta(entry, entry.sequence(sample.choice, ()), sample))
 
-    def _count(self, batch: Batch, result: StepResult) -> None:
-        self._steps += 1
-        self._step_ms = result.seconds * 1000.0
-        self._computed_tokens += batch.num_tokens
-        self.budget.observe(batch.num_tokens, result.seconds)
-
     def _forget(self) -> None:
         """The runner's rows of who has left. Only between steps: the runner's thread works on its rows during one."""
         dropped, self.scheduler.dropped = self.scheduler.dropped, []
@@ -417,53 +390,8 @@ class Engine:
         return self._ledger.entries.keys()
 
     def stats(self, transfer: TransferCounters | None = None, store: KvStoreCounters | None = None) -> EngineStats:
-        waiting_tokens = sum(seq.num_to_compute for seq in (*self.scheduler.waiting, *self.scheduler.loading))
-        waiting_tokens += sum(seq.num_to_compute for seq in self.scheduler.running if seq.num_to_compute > 1)
-        return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting) + len(self.scheduler.loading),
-            num_reservations=self._num_reservations,
-            num_pushes=self._num_pushes,
-            waiting_tokens=waiting_tokens,
-            free_blocks=self.manager.num_free,
-            num_blocks=self.manager.pool.num_blocks,
-            credits=self._credits(waiting_tokens),
-            num_steps=self._steps,
-            step_ms=self._step_ms,
-            host_seconds=self.host_seconds,
-            prompt_tokens=self._prompt_tokens,
-            computed_tokens=self._computed_tokens,
-            cached_tokens=self._cached_tokens,
-            generated_tokens=self._generated_tokens,
-            num_preemptions=self.scheduler.num_preemptions,
-            transfer=transfer or TransferCounters(),
-            store=store or KvStoreCounters(),
-        )
-
-    def _credits(self, waiting_tokens: int) -> int:
-        """Requests that would start within about two steps: none while as much is queued."""
-        busy = waiting_tokens >= 2 * self.budget.num_tokens or self.scheduler.spare_blocks <= 0
-        return 0 if busy else self.scheduler.seats
-
-    @property
-    def _num_reservations(self) -> int:
-        return sum(entry.is_reservation for entry in self._ledger.entries.values())
-
-    @property
-    def _num_pushes(self) -> int:
-        return sum(entry.pushing for entry in self._ledger.entries.values()) + len(self._ledger.ending)
+        return self._views.stats(transfer or TransferCounters(), store or KvStoreCounters())
 
     def inspect(self, transfer: TransferCounters | None = None, staging_bytes: int = 0) -> Inspection:
         """Checks the invariants and counts what is held."""
-        return Inspection(
-            violations=tuple(violations(self.manager, self.scheduler, self._ledger)),
-            num_blocks=self.manager.pool.num_blocks,
-            free_blocks=self.manager.num_free,
-            cached_blocks=len(self.manager.pool.cached),
-            num_requests=len(self._ledger.entries) + len(self._ledger.ending) + len(self._ledger.unloading),
-            num_reservations=self._num_reservations,
-            num_pushes=self._num_pushes,
-            staging_bytes=staging_bytes,
-            num_preemptions=self.scheduler.num_preemptions,
-            transfer=transfer or TransferCounters(),
-        )
+        return self._views.inspect(transfer or TransferCounters(), staging_bytes)
