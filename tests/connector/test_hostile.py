@@ -249,15 +249,20 @@ async def test_no_store_at_all_and_a_close_meanwhile() -> None:
     assert not connector.ready
 
 
-async def test_a_chain_too_long_for_a_message_is_cut(store: HostileStore, connector: KvStoreConnector) -> None:
+async def test_a_chain_too_long_for_a_message_is_cut(
+    store: HostileStore, connector: KvStoreConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the store would end the session."""
+    monkeypatch.setattr(kvstore, "FIND_SECONDS", 20.0)
     ids = IDS * (MAX_BLOCKS // 8 + 1)
     assert list(await connector.find(ids, MAX_BLOCKS)) == [], "not asked"
     find = asyncio.create_task(connector.find(ids, 5))
-    assert len((await store.hears("find")).find.ids) == 16 * MAX_BLOCKS
+    heard = (await store.hears("find")).find
+    assert len(heard.ids) == 16 * MAX_BLOCKS
+    store.say(found=pb.Found(call=heard.call))
+    assert list(await find) == []
     connector.load(ids, 5, FOUND).close()
     assert len((await store.hears("load")).load.ids) == 16 * MAX_BLOCKS
-    await find
 
 
 def test_both_sides_mean_the_same() -> None:
