@@ -12,17 +12,22 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu.shapes import SHAPES, write_model
 from benchmarks.kv import cpu, lookup, media, peer, ttft
+from benchmarks.kv.cpu import block_bytes
 from benchmarks.kv.lookup import LookUps
 from benchmarks.kv.measure import Medium
 from benchmarks.kv.ttft import FirstToken
 from benchmarks.report import commit, machine
 from kvrelay.cli.model import DEFAULT_DIR
+from kvrelay.common.layout import KvDtype
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.loader.checkpoint import DTYPES
+from kvrelay.engine.loader.dummy import open_dummy
+from kvrelay.engine.models.config import ModelConfig
+from kvrelay.engine.models.registry import find
 
 PARTS = ("cpu", "files", "s3", "peer", "lookup", "ttft")
-BLOCK_BYTES = 368_640
-"""A block of the bundled model in bfloat16."""
 
 
 class Results(msgspec.Struct, kw_only=True):
@@ -35,10 +40,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.kv", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas [%(default)s]")
     parser.add_argument("--model", type=Path, default=DEFAULT_DIR, help="directory [%(default)s]")
-    parser.add_argument("--dtype", default="float32", help="of the model [%(default)s]")
+    parser.add_argument("--shape", choices=SHAPES, help="blocks as a model of that shape has them [those of --model]")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of blocks, and of the model [%(default)s]")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights, as quick [%(default)s]")
     parser.add_argument("--blocks", type=int, default=256, help="of a run, in cpu, files, s3 and peer [%(default)s]")
-    parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES, help="in files, s3 and peer [%(default)s]")
     parser.add_argument("--runs", type=int, default=5, help="whose median is shown [%(default)s]")
     parser.add_argument("--directory", type=Path, help="on the disk to measure [a temporary one]")
     parser.add_argument("--index-blocks", type=int, default=1_000_000, help="in Redis [%(default)s]")
@@ -48,26 +53,36 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def blocks_of(args: argparse.Namespace, folder: Path) -> ModelConfig:
+    """The model whose blocks are stored. Only `ttft` loads one, that of --model."""
+    path = write_model(folder / "shape", args.shape) if args.shape else args.model
+    config = open_dummy(path, 0).config
+    return find(config).describe(config)
+
+
 async def measure(args: argparse.Namespace, parts: list[str], folder: Path) -> Results:
     results = Results()
     config = EngineConfig(
         model=args.model, dtype=args.dtype, load_format=args.load_format, max_model_len=8192, kv_cache_bytes=256 << 20
     )
+    model, kv_dtype = blocks_of(args, folder), KvDtype(args.dtype)
+    size = block_bytes(model, kv_dtype)
+    print(f"blocks of {size / 1024:.0f} KiB")
     for part in parts:
         place = folder / part
         place.mkdir()
         match part:
             case "cpu":
-                results.media += await cpu.measure(config, args.blocks, args.runs, place)
+                results.media += await cpu.measure(model, kv_dtype, args.blocks, args.runs, place)
             case "files":
                 for direct in (True, False):
                     mode = place / f"direct-{direct}"
                     mode.mkdir()
-                    results.media += await media.files(mode, args.blocks, args.block_bytes, args.runs, direct)
+                    results.media += await media.files(mode, args.blocks, size, args.runs, direct)
             case "s3":
-                results.media += await media.objects(place, args.blocks, args.block_bytes, args.runs)
+                results.media += await media.objects(place, args.blocks, size, args.runs)
             case "peer":
-                results.media += await peer.measure(place, args.blocks, args.block_bytes, args.runs)
+                results.media += await peer.measure(place, args.blocks, size, args.runs)
             case "lookup":
                 results.look_ups.append(await lookup.measure(place, args.index_blocks, args.prefix_blocks, 1000))
             case "ttft":

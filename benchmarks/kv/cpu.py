@@ -15,15 +15,16 @@ import xxhash
 from benchmarks.kv.measure import Medium, compare
 from kvrelay.cli.ports import free_ports
 from kvrelay.common.ids import BlockId, Fingerprint, PodId
-from kvrelay.engine.cache import KvCache, kv_dtype_of
-from kvrelay.engine.config import EngineConfig
+from kvrelay.common.layout import KvDtype
+from kvrelay.engine.cache import KvCache
 from kvrelay.engine.connector.copies import Copier
 from kvrelay.engine.connector.kvstore import KvStoreAccess, KvStoreConnector
-from kvrelay.engine.loader import load_model
+from kvrelay.engine.models.config import ModelConfig
 from kvrelay.transfer.block import BlockInfo, checksum
 from kvrelay.transfer.segments import heads
 
 READY_SECONDS = 30.0
+BLOCK_SIZE = 16
 PIECE_SPANS = 32
 """That a pod stores at once."""
 
@@ -64,19 +65,16 @@ async def attach(address: str, identity: BlockInfo) -> KvStoreConnector:
 class Pod:
     """A cache of a model's shape and what copies out of it. Everything on the event loop: one thread is measured."""
 
-    def __init__(self, config: EngineConfig, num_spans: int) -> None:
-        loaded = load_model(config, lambda what, done, total: None)
-        kv_dtype = kv_dtype_of("auto", loaded.dtype)
-        shape = loaded.model_config
-        span_bytes = shape.num_layers * 2 * 16 * shape.kv_size * kv_dtype.itemsize
-        self.cache = KvCache(shape, kv_dtype, 16, num_spans * span_bytes)
+    def __init__(self, model: ModelConfig, kv_dtype: KvDtype, num_spans: int) -> None:
+        span_bytes = block_bytes(model, kv_dtype)
+        self.cache = KvCache(model, kv_dtype, BLOCK_SIZE, num_spans * span_bytes)
         self.cache.data.view(-1).view(dtype=self.cache.data.dtype).uniform_()
         no_id = BlockId(bytes(16))
         self.identity = BlockInfo(
             id=no_id, head=no_id, fingerprint=Fingerprint("bench"), shape="0" * 16, dtype=kv_dtype, size=span_bytes
         )
         self.copier = Copier(self.cache, self.identity)
-        self.slots = [16 * i for i in range(num_spans)]
+        self.slots = [BLOCK_SIZE * i for i in range(num_spans)]
 
     async def put(self, connector: KvStoreConnector, ids: Sequence[BlockId]) -> None:
         in_heads = heads(ids)
@@ -99,8 +97,13 @@ class Pod:
             raise SystemExit(f"{here} of {len(ids)} blocks came back whole")
 
 
-async def measure(config: EngineConfig, num_spans: int, runs: int, folder: Path) -> list[Medium]:
-    pod = Pod(config, num_spans)
+def block_bytes(model: ModelConfig, kv_dtype: KvDtype) -> int:
+    """Of a block of BLOCK_SIZE tokens."""
+    return model.num_layers * 2 * BLOCK_SIZE * model.kv_size * kv_dtype.itemsize
+
+
+async def measure(model: ModelConfig, kv_dtype: KvDtype, num_spans: int, runs: int, folder: Path) -> list[Medium]:
+    pod = Pod(model, kv_dtype, num_spans)
     size = pod.identity.size
     source = np.random.default_rng(0).integers(0, 256, (num_spans, size), np.uint8)
     target = np.zeros_like(source)
