@@ -19,14 +19,13 @@ from kvrelay.common.layout import KvDtype
 from kvrelay.engine.cache import KvCache
 from kvrelay.engine.connector.copies import Copier
 from kvrelay.engine.connector.kvstore import KvStoreAccess, KvStoreConnector
+from kvrelay.engine.connector.stores import BATCH_SPANS
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.transfer.block import BlockInfo, checksum
 from kvrelay.transfer.segments import heads
 
 READY_SECONDS = 30.0
 BLOCK_SIZE = 16
-PIECE_SPANS = 32
-"""That a pod stores at once."""
 
 
 @asynccontextmanager
@@ -78,8 +77,8 @@ class Pod:
 
     async def put(self, connector: KvStoreConnector, ids: Sequence[BlockId]) -> None:
         in_heads = heads(ids)
-        for start in range(0, len(ids), PIECE_SPANS):
-            piece = slice(start, start + PIECE_SPANS)
+        for start in range(0, len(ids), BATCH_SPANS):
+            piece = slice(start, start + BATCH_SPANS)
             writing = await connector.begin(ids[piece], in_heads[piece], self.identity.size)
             if len(writing.rooms) < len(ids[piece]):
                 raise SystemExit("the store has no room: give it more than all runs write")
