@@ -1,7 +1,9 @@
 """The engine on a GPU, end to end through `LLM`: times beside what the memory or the tensor cores allow at best.
 
     python -m benchmarks.gpu.run                          # all cases, results under benchmarks/results/
-    python -m benchmarks.gpu.run --only 'decode*' --out results
+    python -m benchmarks.gpu.run --only '*/decode-*' --out results
+
+First whether what is computed is right (`correctness`): a shape's logits, and the bundled model's texts.
 
 Decode: (time of 257 tokens - time of 1) / 256, random token ids, no prefix cache. Prefill: time to the first token.
 """
@@ -24,8 +26,10 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks.gpu import correctness
 from benchmarks.gpu.profile import profile_steps
 from benchmarks.gpu.shapes import SHAPES, flops, kv_bytes, weight_bytes, write_model
+from kvrelay.cli.model import DEFAULT_DIR
 from kvrelay.common.request import SamplingParams
 from kvrelay.engine.llm import LLM
 
@@ -134,22 +138,34 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def run(patterns: list[str], **options: Any) -> Iterator[tuple[str, Figures]]:
+CHECKED = ("llama-3.1-8b", "qwen3-0.6b")
+"""Whose logits in float32 fit beside those in bfloat16."""
+
+
+def run(patterns: list[str], bundled: Path, **options: Any) -> Iterator[tuple[str, Figures]]:
+    def is_wanted(name: str) -> bool:
+        return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+    if is_wanted("smollm2/texts"):
+        yield "smollm2/texts", correctness.texts(bundled)
+        _free()
     with tempfile.TemporaryDirectory() as folder:
         for shape, cases in CASES.items():
-            wanted = [
-                (name, case)
-                for name, case in cases
-                if any(fnmatch.fnmatch(f"{shape}/{name}", pattern) for pattern in patterns)
-            ]
-            if not wanted:
-                continue
-            model = Model(shape, Path(folder), max_num_seqs=256, **options)
-            for name, case in wanted:
-                yield f"{shape}/{name}", case(model)
-            del model
-            gc.collect()  # an engine's parts know each other
-            torch.cuda.empty_cache()
+            if shape in CHECKED and is_wanted(f"{shape}/logits"):
+                yield f"{shape}/logits", correctness.logits(Path(folder) / f"{shape}-logits", shape)
+                _free()
+            wanted = [(f"{shape}/{name}", case) for name, case in cases if is_wanted(f"{shape}/{name}")]
+            if wanted:
+                model = Model(shape, Path(folder), max_num_seqs=256, **options)
+                for name, case in wanted:
+                    yield name, case(model)
+                del model
+                _free()
+
+
+def _free() -> None:
+    gc.collect()  # an engine's parts know each other
+    torch.cuda.empty_cache()
 
 
 def environment() -> Figures:
@@ -163,10 +179,11 @@ def environment() -> Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="patterns of shape/case, as llama*/decode-1-*; all by default")
+    parser.add_argument("--model", type=Path, default=DEFAULT_DIR, help="the bundled one's directory [%(default)s]")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     found = {}
-    for name, figures in run(arguments.only or ["*"]):
+    for name, figures in run(arguments.only or ["*"], arguments.model):
         found[name] = figures
         print(name, {key: _short(value) for key, value in figures.items()}, flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
