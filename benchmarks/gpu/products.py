@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+import triton
 
 from benchmarks.gpu.ops import FLOOR_TB_S, Timing, sets_for, time_us
 from kvrelay.kernels.ops import Norm
 from kvrelay.kernels.triton.gate import silu_gate
 from kvrelay.kernels.triton.gemv import GemvConfig, gemv, gemv_config
+from kvrelay.kernels.triton.narrow import NarrowConfig, narrow, narrow_config
 from kvrelay.kernels.triton.norm import add_norm
-from kvrelay.kernels.triton.thin import ThinConfig, thin, thin_config
+from kvrelay.kernels.triton.thin import MAX_TOKENS, ThinConfig, thin, thin_config
 
+Config = GemvConfig | ThinConfig | NarrowConfig
 BF16 = torch.bfloat16
 ROUGHLY = 1e-2
 """By how much of the largest a result may differ from the twin's: bfloat16 keeps 8 bits. Tests have the tight bounds."""
@@ -71,16 +74,19 @@ def check(got: torch.Tensor, expected: torch.Tensor, roughly: float = ROUGHLY) -
         raise ArithmeticError(f"results are {off.item():.2g} of the largest apart")
 
 
-def product(
-    x: torch.Tensor, weight: torch.Tensor, gated: bool = False, config: GemvConfig | ThinConfig | None = None
-) -> torch.Tensor:
-    if isinstance(config, GemvConfig) or (config is None and len(x) == 1):
+def product(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, config: Config | None = None) -> torch.Tensor:
+    config = config or chosen(len(x), tuple(weight.shape), gated)
+    if isinstance(config, GemvConfig):
         return gemv(x, weight, gated=gated, config=config)
-    return thin(x, weight, gated=gated, config=config)
+    if isinstance(config, ThinConfig):
+        return thin(x, weight, gated=gated, config=config)
+    return narrow(x, weight, gated=gated, config=config)
 
 
-def chosen(tokens: int, shape: tuple[int, int], gated: bool = False) -> GemvConfig | ThinConfig:
-    return gemv_config(*shape, gated) if tokens == 1 else thin_config(*shape)
+def chosen(tokens: int, shape: tuple[int, int], gated: bool = False) -> Config:
+    if tokens == 1:
+        return gemv_config(*shape, gated)
+    return thin_config(*shape) if tokens <= MAX_TOKENS else narrow_config(*shape, gated)
 
 
 def time_product(tokens: int, name: str, shape: tuple[int, int]) -> Compared:
@@ -138,61 +144,95 @@ def time_layers(tokens: int, model: Shapes, **changes: bool) -> Compared:
 
 
 def timings() -> Iterator[Compared]:
-    for model, tokens in itertools.product(MODELS, (1, 2, 4, 8, 16)):
+    for model, tokens in itertools.product(MODELS, (1, 2, 4, 8, 16, 32, 64)):
         yield time_layers(tokens, model, early=False)
-        yield time_layers(tokens, model, ahead=False)
         yield time_layers(tokens, model)
-    for model, tokens in itertools.product(MODELS, (1, 4, 16)):
+    for model, tokens in itertools.product(MODELS, (1, 4, 16, 32, 64)):
         for name, shape in shapes_of(model).items():
             yield time_product(tokens, name, shape)
 
 
-def candidates(tokens: int, shape: tuple[int, int]) -> list[GemvConfig | ThinConfig]:
-    """Those that hold 16 to 64 weights a thread; of thin ones, those whose loads fit into the shared memory."""
+SHARED_BYTES = 225 << 10
+"""That a program's loads on their way may take."""
+
+
+def candidates(tokens: int, shape: tuple[int, int], gated: bool) -> list[Config]:
+    """Those of one token that hold 16 to 64 weights a thread; of more, those whose loads fit into the shared memory."""
     rows, columns = shape
     if tokens == 1:
         return [
             GemvConfig(block_n, block_k, warps, ahead=ahead)
             for block_n, block_k, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8))
             for ahead in (False, True)
-            if block_k < 2 * columns and 16 <= block_n * block_k / (32 * warps) <= 64
+            if block_n > gated and block_k < 2 * columns and 16 <= block_n * block_k / (32 * warps) <= 64
         ]
-    return [
+    thin_ones = [
         ThinConfig(parts, block_k, stages, ahead=ahead)
         for parts, block_k, stages in itertools.product((1, 2, 4, 8, 16), (64, 128), (3, 5, 8))
         for ahead in (False, True)
         if columns % (parts * block_k) == 0
-        and 80 * block_k * 2 * stages <= 225 << 10
+        and 80 * block_k * 2 * stages <= SHARED_BYTES
         and 64 <= parts * (rows // 64) <= 4096
     ]
+    padded = max(16, triton.next_power_of_2(tokens))
+    narrow_ones = [
+        NarrowConfig(taken, parts, block_k, warps, stages, ahead=ahead)
+        for taken, parts, block_k in itertools.product((64, 128, 256), (1, 2, 4, 8, 16), (64, 128))
+        for warps, stages, ahead in itertools.product((4, 8), (4, 6), (0, 256))
+        if columns % (parts * block_k) == 0
+        and 64 <= parts * (rows // taken) <= 2048
+        and 64 <= taken * (1 + (gated and parts == 1)) * 4 // warps <= 128
+        and (taken * (1 + (gated and parts == 1)) + padded) * block_k * 2 * stages <= SHARED_BYTES
+        and ahead <= columns // parts
+    ]
+    return [*thin_ones * (tokens <= MAX_TOKENS), *narrow_ones]
 
 
-def compile_one(tokens: int, columns: int, config: GemvConfig | ThinConfig) -> None:
+def compile_one(tokens: int, columns: int, gated: bool, config: Config) -> None:
     """Into Triton's cache, for any number of rows."""
-    x, weight = (torch.zeros(rows, columns, device="cuda", dtype=BF16) for rows in (tokens, 64))
-    product(x, weight, config=config)
+    x, weight = (torch.zeros(rows, columns, device="cuda", dtype=BF16) for rows in (tokens, 512))
+    product(x, weight, gated, config)
 
 
 def sweep(tokens: int) -> None:
     """Each alone, in a row of others like it."""
     shapes = [(model.model, name, shape) for model in MODELS for name, shape in shapes_of(model).items()]
-    wanted = {(shape[1], config) for *_, shape in shapes for config in candidates(tokens, shape)}
+    wanted = {
+        (shape[1], name == "gate_up", config)
+        for _, name, shape in shapes
+        for config in candidates(tokens, shape, name == "gate_up")
+    }
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=spawn) as pool:
         list(pool.map(compile_one, *zip(*((tokens, *each) for each in wanted), strict=True)))
     for model, name, shape in shapes:
+        gated = name == "gate_up"
         moved = shape[0] * shape[1] * 2
         sets = weights(shape, sets_for(moved))
         x = torch.randn(tokens, shape[1], device="cuda").to(BF16)
 
-        def timed(config: GemvConfig | ThinConfig, x: torch.Tensor = x, sets: list[torch.Tensor] = sets) -> float:
-            return time_us(lambda i: product(x, sets[i], config=config), len(sets))
+        def others(i: int, x: torch.Tensor = x, sets: list[torch.Tensor] = sets, gated: bool = gated) -> torch.Tensor:
+            products = F.linear(x, sets[i])
+            return silu_gate(products) if gated else products
 
-        torch_us = time_us(lambda i, x=x, sets=sets: F.linear(x, sets[i]), len(sets))
-        by_config = {config: timed(config) for config in [*candidates(tokens, shape), chosen(tokens, shape)]}
+        expected = others(0)
+
+        def timed(
+            config: Config,
+            x: torch.Tensor = x,
+            sets: list[torch.Tensor] = sets,
+            gated: bool = gated,
+            expected: torch.Tensor = expected,
+        ) -> float:
+            check(product(x, sets[0], gated, config), expected)
+            return time_us(lambda i: product(x, sets[i], gated, config), len(sets))
+
+        by_config = {
+            config: timed(config) for config in [*candidates(tokens, shape, gated), chosen(tokens, shape, gated)]
+        }
         print(
-            f"{model} {name} {shape}: torch {torch_us:.2f} us, floor {moved / FLOOR_TB_S / 1e6:.2f}, "
-            f"as chosen {by_config[chosen(tokens, shape)]:.2f} {chosen(tokens, shape)}"
+            f"{model} {name} {shape}: torch {time_us(others, len(sets)):.2f} us, floor {moved / FLOOR_TB_S / 1e6:.2f}, "
+            f"as chosen {by_config[chosen(tokens, shape, gated)]:.2f} {chosen(tokens, shape, gated)}"
         )
         ranked = sorted(by_config, key=by_config.__getitem__)
         for config in [*ranked[:6], ranked[len(ranked) // 2], ranked[-1]]:

@@ -13,27 +13,37 @@ from tests.kernels.triton_device import DEVICE, DTYPES, ON_GPU, ULP
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from kvrelay.kernels.triton import narrow as narrow_module
 from kvrelay.kernels.triton.gemv import GemvConfig, gemv
+from kvrelay.kernels.triton.narrow import NarrowConfig, narrow
 from kvrelay.kernels.triton.ops import TritonOps
 from kvrelay.kernels.triton.thin import MAX_TOKENS, ThinConfig, thin
 
+Config = GemvConfig | ThinConfig | NarrowConfig
+
 pytestmark = pytest.mark.kernels
 
-SMALL = [(1, 24, 64), (1, 10, 200), (2, 40, 200), (3, 66, 520), (16, 130, 1024)]
+SMALL = [
+    (1, 24, 64), (1, 10, 200), (2, 40, 200), (3, 66, 520), (16, 130, 1024), (17, 40, 200), (33, 66, 520), (64, 130, 1024),
+]  # fmt: skip
 LARGE = [
     (1, 6144, 4096), (2, 4096, 4096), (1, 28672, 4096), (1, 4096, 14336), (3, 4096, 14336), (1, 128256, 4096),
     (4, 128256, 4096), (1, 4096, 1024), (2, 1024, 2048), (3, 6144, 1024), (1, 1024, 3072), (4, 1024, 3072),
-    (1, 151936, 1024), (16, 28672, 4096), (7, 1536, 576),
+    (1, 151936, 1024), (16, 28672, 4096), (7, 1536, 576), (17, 4096, 14336), (33, 28672, 4096), (64, 6144, 4096), (64, 1536, 576),
+    (40, 128256, 4096), (64, 6144, 1024), (50, 1024, 3072),
 ]  # fmt: skip
 CASES = [(*shape, dtype) for shape in SMALL for dtype in DTYPES] + [
     (*shape, torch.bfloat16) for shape in LARGE
 ] * ON_GPU
 """Tokens, rows, columns, type."""
-CONFIGS: list[tuple[int, GemvConfig | ThinConfig]] = [
+CONFIGS: list[tuple[int, Config]] = [
     (1, GemvConfig(2, 64, 1)),
     (1, GemvConfig(8, 256, 2)),
     (2, ThinConfig(1, 32)),
     (5, ThinConfig(2, 64, 2)),
+    (2, NarrowConfig(64, 1)),
+    (20, NarrowConfig(64, 2, 16)),
+    (40, NarrowConfig(128, 1, ahead=64)),
 ]
 if ON_GPU:
     CONFIGS += [
@@ -44,6 +54,13 @@ if ON_GPU:
         for ahead in (False, True)
     ]
     CONFIGS += [(9, ThinConfig(parts, 64, stages)) for parts in (1, 4, 8) for stages in (2, 4)]
+    CONFIGS += [
+        (tokens, NarrowConfig(rows, parts, 32, warps, 3, ahead=ahead))
+        for tokens in (9, 17, 64)
+        for rows, warps in ((64, 4), (128, 4), (128, 8))
+        for parts in (1, 2)
+        for ahead in (0, 128)
+    ]
 """Tokens and how they are computed."""
 
 
@@ -67,12 +84,14 @@ def product(
     *,
     gated: bool = False,
     dtype: torch.dtype | None = None,
-    config: GemvConfig | ThinConfig | None = None,
+    config: Config | None = None,
 ) -> torch.Tensor:
     """Into NaN."""
     out = poison(x.new_empty(len(x), len(weight) // (1 + gated), dtype=dtype or x.dtype))
     if isinstance(config, GemvConfig) or (config is None and len(x) == 1):
         return gemv(x, weight, bias, gated=gated, out=out, config=config)
+    if isinstance(config, NarrowConfig) or (config is None and len(x) > MAX_TOKENS):
+        return narrow(x, weight, bias, gated=gated, out=out, config=config)
     return thin(x, weight, bias, gated=gated, out=out, config=config)
 
 
@@ -90,6 +109,8 @@ def test_products(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> N
     assert_rounded(got, exact, error)
     twin = F.linear(x.float(), weight.float()).to(dtype)
     torch.testing.assert_close(got, twin, rtol=2 * ULP[dtype], atol=2 * error.max().item())
+    if tokens > MAX_TOKENS:
+        return
     assert torch.equal(TritonOps().product(x, weight), got)
     as_logits = TritonOps().product(x, weight, dtype=torch.float32)
     assert torch.equal(as_logits.to(dtype), got)
@@ -107,14 +128,15 @@ def test_gate_and_bias(tokens: int, rows: int, columns: int, dtype: torch.dtype)
     assert_rounded(got, F.silu(gate) * up, error)
     twin = ReferenceOps().gated_product(x.float(), weight.float(), bias.float()).to(dtype)
     torch.testing.assert_close(got, twin, rtol=2 * ULP[dtype], atol=2 * error.max().item())
-    assert torch.equal(TritonOps().gated_product(x, weight, bias), got)
+    if tokens <= MAX_TOKENS:
+        assert torch.equal(TritonOps().gated_product(x, weight, bias), got)
     assert_rounded(product(x, weight, bias), products, errors)
 
 
 @pytest.mark.parametrize(("tokens", "config"), CONFIGS, ids=str)
-def test_any_config(tokens: int, config: GemvConfig | ThinConfig) -> None:
+def test_any_config(tokens: int, config: Config) -> None:
     """The rows and columns are no multiples of a program's."""
-    rows, columns = (4098, 4096 + 64) if ON_GPU else (10, 136)
+    rows, columns = (4098, 4096 + 64) if ON_GPU else (10, 160)
     x, weight = randn(tokens, columns, dtype=torch.float32), weights(rows, columns, torch.float32)
     exact, error = exactly(x, weight)
     assert_rounded(product(x, weight, config=config), exact, error)
@@ -122,15 +144,16 @@ def test_any_config(tokens: int, config: GemvConfig | ThinConfig) -> None:
     torch.testing.assert_close(gated, ReferenceOps().gated_product(x, weight), rtol=1e-5, atol=1e-5)
 
 
-def test_a_token_is_the_same_beside_others() -> None:
+@pytest.mark.parametrize(("by", "most"), [(thin, MAX_TOKENS), (narrow, narrow_module.MAX_TOKENS)])
+def test_a_token_is_the_same_beside_others(by: Callable[..., torch.Tensor], most: int) -> None:
     """What a token gives does not depend on those that are with it, nor on chance."""
     rows, columns = (4096, 4096) if ON_GPU else (70, 192)
     dtype = DTYPES[-1]
-    x, weight = randn(MAX_TOKENS, columns, dtype=dtype), weights(rows, columns, dtype)
-    together = thin(x, weight)
-    assert torch.equal(together, thin(x, weight))
-    for token in range(0, MAX_TOKENS, 5):
-        assert torch.equal(thin(x[token : token + 2], weight), together[token : token + 2])
+    x, weight = randn(most, columns, dtype=dtype), weights(rows, columns, dtype)
+    together = by(x, weight)
+    assert torch.equal(together, by(x, weight))
+    for token in range(0, most, most // 3):
+        assert torch.equal(by(x[token : token + 2], weight), together[token : token + 2])
 
 
 def test_what_is_refused() -> None:
@@ -139,15 +162,22 @@ def test_what_is_refused() -> None:
         thin(x, weight)
     with pytest.raises(ValueError, match="one token, not 2"):
         gemv(x[:2], weight)
-    assert thin(x[:0], weight).shape == (0, 8)
+    with pytest.raises(ValueError, match="65 tokens are more than 64"):
+        narrow(torch.ones(65, 64, device=DEVICE), weight)
+    with pytest.raises(ValueError, match="rows of 63 are not 16 bytes apart"):
+        narrow(torch.ones(5, 63, device=DEVICE), torch.ones(8, 63, device=DEVICE))
+    with pytest.raises(ValueError, match="96 columns are not 2 parts of blocks of 64"):
+        narrow(torch.ones(5, 96, device=DEVICE), torch.ones(8, 96, device=DEVICE), config=NarrowConfig(64, 2))
+    assert thin(x[:0], weight).shape == narrow(x[:0], weight).shape == (0, 8)
     assert torch.equal(TritonOps().product(x, weight), F.linear(x, weight))
     assert TritonOps().gated_product(x[:0], weight).shape == (0, 4)
 
 
-def test_nan_stays_in_its_token() -> None:
+@pytest.mark.parametrize("by", [thin, narrow])
+def test_nan_stays_in_its_token(by: Callable[..., torch.Tensor]) -> None:
     x, weight = torch.ones(3, 64, device=DEVICE), torch.ones(8, 64, device=DEVICE)
     x[1, 7] = float("nan")
-    assert product(x, weight).isnan().all(1).tolist() == [False, True, False]
+    assert by(x, weight).isnan().all(1).tolist() == [False, True, False]
     assert product(x[1:2], weight).isnan().all()
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvrelay.kernels.triton.early import begin, early, fetch_rows
+from kvrelay.kernels.triton.early import Launch, begin, early, fetch_rows
 
 MAX_TOKENS = 16
 _ROWS = 64
@@ -145,8 +145,13 @@ def thin(
         num_warps=4, num_stages=config.stages, **launch,
     )  # fmt: skip
     if adds:
-        _add_parts[(tokens, triton.cdiv(width, _OUTPUTS))](
-            sums, bias, out, rows, PARTS=config.parts, BIAS=bias is not None, GATED=gated, OUTPUTS=_OUTPUTS, num_warps=4,
-            **launch,
-        )  # fmt: skip
+        add_parts(sums, bias, out, gated, launch)
     return out
+
+
+def add_parts(sums: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, gated: bool, launch: Launch) -> None:
+    """`sums` [parts, T, N] float32 into `out` [T, N], or gated [T, N / 2]."""
+    parts, tokens, rows = sums.shape
+    _add_parts[(tokens, triton.cdiv(out.shape[1], _OUTPUTS))](
+        sums, bias, out, rows, PARTS=parts, BIAS=bias is not None, GATED=gated, OUTPUTS=_OUTPUTS, num_warps=4, **launch
+    )
