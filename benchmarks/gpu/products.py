@@ -144,7 +144,7 @@ def time_layers(tokens: int, model: Shapes, **changes: bool) -> Compared:
 
 
 def timings() -> Iterator[Compared]:
-    for model, tokens in itertools.product(MODELS, (1, 2, 4, 8, 16, 32, 64)):
+    for model, tokens in itertools.product(MODELS, (1, 2, 4, 8, 16, 32, 64, 256)):
         yield time_layers(tokens, model, early=False)
         yield time_layers(tokens, model)
     for model, tokens in itertools.product(MODELS, (1, 4, 16, 32, 64)):
@@ -176,13 +176,15 @@ def candidates(tokens: int, shape: tuple[int, int], gated: bool) -> list[Config]
     ]
     padded = max(16, triton.next_power_of_2(tokens))
     narrow_ones = [
-        NarrowConfig(taken, parts, block_k, warps, stages, ahead=ahead)
+        NarrowConfig(taken, parts, block_k, block, warps, stages, ahead=ahead)
+        for block in (64, 128)[: 1 + (tokens > 64)]
         for taken, parts, block_k in itertools.product((64, 128, 256), (1, 2, 4, 8, 16), (64, 128))
         for warps, stages, ahead in itertools.product((4, 8), (4, 6), (0, 256))
         if columns % (parts * block_k) == 0
-        and 64 <= parts * (rows // taken) <= 2048
-        and 64 <= taken * (1 + (gated and parts == 1)) * 4 // warps <= 128
-        and (taken * (1 + (gated and parts == 1)) + padded) * block_k * 2 * stages <= SHARED_BYTES
+        and 64 <= parts * (rows // taken) * triton.cdiv(tokens, block) <= 2048
+        and taken * (1 + (gated and parts == 1)) * min(block, padded) // (32 * warps) <= 128
+        and 64 * warps // 4 <= taken
+        and (taken * (1 + (gated and parts == 1)) + min(block, padded)) * block_k * 2 * stages <= SHARED_BYTES
         and ahead <= columns // parts
     ]
     return [*thin_ones * (tokens <= MAX_TOKENS), *narrow_ones]

@@ -24,13 +24,13 @@ Config = GemvConfig | ThinConfig | NarrowConfig
 pytestmark = pytest.mark.kernels
 
 SMALL = [
-    (1, 24, 64), (1, 10, 200), (2, 40, 200), (3, 66, 520), (16, 130, 1024), (17, 40, 200), (33, 66, 520), (64, 130, 1024),
+    (1, 24, 64), (1, 10, 200), (2, 40, 200), (3, 66, 520), (16, 130, 1024), (17, 40, 200), (33, 66, 520), (70, 130, 1024),
 ]  # fmt: skip
 LARGE = [
     (1, 6144, 4096), (2, 4096, 4096), (1, 28672, 4096), (1, 4096, 14336), (3, 4096, 14336), (1, 128256, 4096),
     (4, 128256, 4096), (1, 4096, 1024), (2, 1024, 2048), (3, 6144, 1024), (1, 1024, 3072), (4, 1024, 3072),
     (1, 151936, 1024), (16, 28672, 4096), (7, 1536, 576), (17, 4096, 14336), (33, 28672, 4096), (64, 6144, 4096), (64, 1536, 576),
-    (40, 128256, 4096), (64, 6144, 1024), (50, 1024, 3072),
+    (40, 128256, 4096), (64, 6144, 1024), (50, 1024, 3072), (256, 6144, 1024), (200, 151936, 1024),
 ]  # fmt: skip
 CASES = [(*shape, dtype) for shape in SMALL for dtype in DTYPES] + [
     (*shape, torch.bfloat16) for shape in LARGE
@@ -43,6 +43,7 @@ CONFIGS: list[tuple[int, Config]] = [
     (5, ThinConfig(2, 64, 2)),
     (2, NarrowConfig(64, 1)),
     (20, NarrowConfig(64, 2, 16)),
+    (70, NarrowConfig(64, 1, tokens=32)),
     (40, NarrowConfig(128, 1, ahead=64)),
 ]
 if ON_GPU:
@@ -55,8 +56,8 @@ if ON_GPU:
     ]
     CONFIGS += [(9, ThinConfig(parts, 64, stages)) for parts in (1, 4, 8) for stages in (2, 4)]
     CONFIGS += [
-        (tokens, NarrowConfig(rows, parts, 32, warps, 3, ahead=ahead))
-        for tokens in (9, 17, 64)
+        (tokens, NarrowConfig(rows, parts, 32, block, warps, 3, ahead=ahead))
+        for tokens, block in ((9, 64), (17, 64), (64, 64), (130, 128), (256, 64))
         for rows, warps in ((64, 4), (128, 4), (128, 8))
         for parts in (1, 2)
         for ahead in (0, 128)
@@ -162,8 +163,8 @@ def test_what_is_refused() -> None:
         thin(x, weight)
     with pytest.raises(ValueError, match="one token, not 2"):
         gemv(x[:2], weight)
-    with pytest.raises(ValueError, match="65 tokens are more than 64"):
-        narrow(torch.ones(65, 64, device=DEVICE), weight)
+    with pytest.raises(ValueError, match="257 tokens are more than 256"):
+        narrow(torch.ones(257, 64, device=DEVICE), weight)
     with pytest.raises(ValueError, match="rows of 63 are not 16 bytes apart"):
         narrow(torch.ones(5, 63, device=DEVICE), torch.ones(8, 63, device=DEVICE))
     with pytest.raises(ValueError, match="96 columns are not 2 parts of blocks of 64"):

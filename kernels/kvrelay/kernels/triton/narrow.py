@@ -1,4 +1,4 @@
-"""Products of some tokens, 64 at most, with a weight, at the speed at which memory gives the weight.
+"""Products of some tokens, 256 at most, with a weight, at the speed at which memory gives the weight.
 
 As in `thin`, the weight's rows take the place that tokens have in a product of many, and what programs with parts of the columns give
 is added by a second kernel. Here the tokens weigh as much as the weight's rows: both come by the bulk tensor copy engine, which takes
@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvrelay.kernels.triton.early import early, fetch_rows
 from kvrelay.kernels.triton.thin import add_parts
 
-MAX_TOKENS = 64
+MAX_TOKENS = 256
 ALIGNMENT = 16
 """Bytes, of rows and of where they begin: the copy engine's."""
 _ENOUGH_PROGRAMS = 128
@@ -33,6 +33,8 @@ class NarrowConfig:
     """Of the columns; each a multiple of `block_k`, unless there is one."""
     block_k: int = 64
     """Columns a program takes at a time; a power of two, 16 or more."""
+    tokens: int = 64
+    """That a program has at most; a power of two, 16 or more."""
     warps: int = 4
     stages: int = 5
     """Of loads on their way."""
@@ -61,11 +63,12 @@ def _narrow(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`weight` and `x`: descriptors. `pointer`: to the weight. `out` [parts, T, N], or [1, T, N / 2] where it is gated."""
-    row = tl.program_id(0) * ROWS
-    begin = tl.program_id(1) * PART
+    first_token = tl.program_id(0) * TOKENS  # neighbours have the same part of the weight
+    row = tl.program_id(1) * ROWS
+    begin = tl.program_id(2) * PART
     width = rows // 2 if GATED else rows
     output = row + tl.arange(0, ROWS)
-    token = tl.arange(0, TOKENS)
+    token = first_token + tl.arange(0, TOKENS)
     if EARLY:
         gdc_launch_dependents()
         if AHEAD:
@@ -77,7 +80,7 @@ def _narrow(
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
     for first in range(begin, begin + PART, BLOCK_K):
-        taken = tl.trans(x.load([0, first]))
+        taken = tl.trans(x.load([first_token, first]))
         acc = tl.dot(weight.load([row, first]), taken, acc, input_precision="ieee")
         if GATED:
             up = tl.dot(weight.load([width + row, first]), taken, up, input_precision="ieee")
@@ -88,7 +91,7 @@ def _narrow(
             up += tl.load(bias + width + output, mask=inside, other=0.0).to(tl.float32)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
-    at = out + (tl.program_id(1) * tokens + token).to(tl.int64)[None, :] * width + output[:, None]
+    at = out + (tl.program_id(2) * tokens + token).to(tl.int64)[None, :] * width + output[:, None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (token < tokens)[None, :])
 
 
@@ -121,14 +124,14 @@ def narrow(
     if config.parts > 1 and columns % (config.parts * config.block_k):
         raise ValueError(f"{columns} columns are not {config.parts} parts of blocks of {config.block_k}")
     launch = early(x, config.early)
-    padded = max(16, triton.next_power_of_2(tokens))
+    taken = min(config.tokens, max(16, triton.next_power_of_2(tokens)))
     whole = config.parts == 1
     sums = out if whole else x.new_empty(config.parts, tokens, rows, dtype=torch.float32)
-    _narrow[(triton.cdiv(width if whole else rows, config.rows), config.parts)](
+    _narrow[(triton.cdiv(tokens, taken), triton.cdiv(width if whole else rows, config.rows), config.parts)](
         TensorDescriptor.from_tensor(weight, [config.rows, config.block_k]),
-        TensorDescriptor.from_tensor(x, [padded, config.block_k]),
+        TensorDescriptor.from_tensor(x, [taken, config.block_k]),
         bias, sums, weight, tokens, rows, K=columns, PART=columns // config.parts, BIAS=bias is not None and whole,
-        GATED=gated and whole, AHEAD=config.ahead, TOKENS=padded, ROWS=config.rows, BLOCK_K=config.block_k,
+        GATED=gated and whole, AHEAD=config.ahead, TOKENS=taken, ROWS=config.rows, BLOCK_K=config.block_k,
         num_warps=config.warps, num_stages=config.stages, **launch,
     )  # fmt: skip
     if not whole:
