@@ -58,6 +58,22 @@ def test_add_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     assert torch.equal(own, twin)
 
 
+@pytest.mark.parametrize("parts", [2, 7])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_norm_of_parts(parts: int, dtype: torch.dtype) -> None:
+    """Added in float32 in their order, and rounded, as if they had been added before."""
+    hidden, norm, delta = randn(3, 72, dtype=dtype), head_norm(72), randn(parts, 3, 72)
+    own, twin, one = hidden.clone(), hidden.clone(), hidden.clone()
+    total = delta[0]
+    for part in delta[1:]:
+        total = total + part
+    got = TritonOps().add_norm(own, delta, norm)
+    assert torch.equal(got, TritonOps().add_norm(one, total.to(dtype), norm))
+    ReferenceOps().add_norm(twin, delta, norm)
+    assert torch.equal(own, one)
+    assert torch.equal(own, twin)
+
+
 def test_add_norm_at_the_ends() -> None:
     """Rows too wide are refused, none are nothing, and a NaN comes out in its row alone."""
     norm = head_norm(norm_kernels.WIDEST + 1)

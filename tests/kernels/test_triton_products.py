@@ -1,5 +1,6 @@
 """Products of a few tokens against their twin in plain torch, and against float64."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -145,6 +146,27 @@ def test_any_config(tokens: int, config: Config) -> None:
     torch.testing.assert_close(gated, ReferenceOps().gated_product(x, weight), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("by", "config"), [(thin, ThinConfig(4, 16)), (narrow, NarrowConfig(64, 4, 16)), (narrow, NarrowConfig(64, 1))]
+)
+def test_what_is_not_added(by: Callable[..., torch.Tensor], config: Config) -> None:
+    """It gives the product when it is; a bias and a gate cannot wait for that."""
+    x, weight, bias = (
+        randn(3, 128, dtype=torch.float16),
+        weights(40, 128, torch.float16),
+        randn(40, dtype=torch.float16),
+    )
+    parts = by(x, weight, config=config, added=False)
+    whole = by(x, weight, config=config)
+    if config.parts == 1:
+        assert torch.equal(parts, whole)
+    else:
+        assert (parts.shape, parts.dtype) == ((4, 3, 40), torch.float32)
+        assert torch.equal(functools.reduce(torch.add, parts).half(), whole)
+    assert torch.equal(by(x, weight, bias, config=config, added=False), by(x, weight, bias, config=config))
+    assert by(x, weight, gated=True, config=config, added=False).shape == (3, 20)
+
+
 @pytest.mark.parametrize(("by", "most"), [(thin, MAX_TOKENS), (narrow, narrow_module.MAX_TOKENS)])
 def test_a_token_is_the_same_beside_others(by: Callable[..., torch.Tensor], most: int) -> None:
     """What a token gives does not depend on those that are with it, nor on chance."""
@@ -200,7 +222,7 @@ def test_a_chain_in_a_graph(tokens: int) -> None:
             after()
             inside = ops.gated_product(normed, gate_up)
             after()
-            delta = ops.product(inside, down)
+            delta = ops.unadded_product(inside, down)
         after()
         return ops.add_norm(stream, delta, norm)
 

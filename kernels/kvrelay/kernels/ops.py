@@ -45,7 +45,8 @@ class Ops(Protocol):
     name: str
 
     def add_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
-        """Adds `delta` to `hidden` [T, H] in place, if there is one, and gives its norm, [T, H]."""
+        """Adds `delta` [T, H] to `hidden` [T, H] in place, if there is one, and gives its norm, [T, H]. `delta` may be what
+        `unadded_product` gives."""
         ...
 
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: Norm | None) -> torch.Tensor:
@@ -65,6 +66,11 @@ class Ops(Protocol):
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """x [T, K] by `weight` [N, K] → [T, N]; as `dtype`, not rounded to x's where that costs nothing."""
+        ...
+
+    def unadded_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`product`, or parts of it in float32, [parts, T, N], where to add them is left to `add_norm`: in their order, rounded
+        when they are added."""
         ...
 
     def gated_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

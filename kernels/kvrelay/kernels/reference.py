@@ -1,5 +1,6 @@
 """The kernels in plain torch: what they are tested against, and what runs where they do not."""
 
+import functools
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ class ReferenceOps:
 
     def add_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: "Norm") -> torch.Tensor:
         if delta is not None:
-            hidden.add_(delta)
+            hidden.add_(delta if delta.dim() == 2 else functools.reduce(torch.add, delta).to(hidden.dtype))
         return rms_norm(hidden, norm)
 
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: "Norm | None") -> torch.Tensor:
@@ -42,6 +43,9 @@ class ReferenceOps:
         if x.is_cuda and bias is None:
             return torch.mm(x, weight.T, out_dtype=dtype)
         return F.linear(x, weight, bias).to(dtype)
+
+    def unadded_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.product(x, weight, bias)
 
     def gated_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.silu_gate(self.product(x, weight, bias))

@@ -103,12 +103,13 @@ def narrow(
     gated: bool = False,
     out: torch.Tensor | None = None,
     config: NarrowConfig | None = None,
+    added: bool = True,
 ) -> torch.Tensor:
     """x [T, K], T up to `MAX_TOKENS`, by `weight` [N, K] → [T, N], into `out` of any float type. All contiguous, rows of x and of the
     weight `ALIGNMENT` bytes apart or a multiple of it.
 
     With `gated`, the first half of the products are gates of the second: silu(gate) × up → [T, N / 2]. Nothing is rounded on
-    the way. Raises ValueError for more tokens, for rows that are not aligned, and for parts that are not whole blocks.
+    the way. Not `added`: as in `thin`. Raises ValueError for more tokens, for rows that are not aligned, and for parts that are not whole blocks.
     """
     (tokens, columns), rows = x.shape, len(weight)
     if tokens > MAX_TOKENS:
@@ -134,6 +135,9 @@ def narrow(
         GATED=gated and whole, AHEAD=config.ahead, TOKENS=taken, ROWS=config.rows, BLOCK_K=config.block_k,
         num_warps=config.warps, num_stages=config.stages, **launch,
     )  # fmt: skip
-    if not whole:
-        add_parts(sums, bias, out, gated, launch)
+    if whole:
+        return out
+    if not (added or gated or bias is not None):
+        return sums
+    add_parts(sums, bias, out, gated, launch)
     return out

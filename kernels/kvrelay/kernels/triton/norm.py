@@ -12,8 +12,9 @@ WIDEST = 32768
 
 @triton.jit
 def _add_norm(
-    hidden, delta, weight, eps, out, width, ADD: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr
+    hidden, delta, weight, eps, out, width, PARTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """`delta` [parts, T, H]"""
     at = tl.arange(0, BLOCK)
     inside = at < width
     factor = tl.load(weight + at, mask=inside, other=0.0)
@@ -21,9 +22,13 @@ def _add_norm(
         begin()
     start = tl.program_id(0).to(tl.int64) * width
     x = tl.load(hidden + start + at, mask=inside, other=0.0)
-    if ADD:
-        added = tl.load(delta + start + at, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+    if PARTS:
+        added = tl.load(delta + start + at, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(delta + (part * tl.num_programs(0) * width + start) + at, mask=inside, other=0.0).to(
+                tl.float32
+            )
+        x = (x.to(tl.float32) + added.to(x.dtype).to(tl.float32)).to(x.dtype)
         tl.store(hidden + start + at, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / width + tl.load(eps))
@@ -39,7 +44,7 @@ def add_norm(
 ) -> torch.Tensor:
     """Adds `delta` to `hidden` [T, H] in place, rounded to its dtype, and norms what is then there, in float32: [T, H].
 
-    `weight` [H] and `eps` are float32. Raises ValueError for rows over `WIDEST`.
+    `delta` [T, H], or parts of it [parts, T, H], which are added first, in their order, and rounded as well. `weight` [H] and `eps` are float32. Raises ValueError for rows over `WIDEST`.
     """
     rows, width = hidden.shape
     if width > WIDEST:
@@ -49,8 +54,9 @@ def add_norm(
     if rows:
         block = triton.next_power_of_2(width)
         warps = min(max(block // 256, 1), 16)
-        added = hidden if delta is None else delta
+        parts = 0 if delta is None else delta.numel() // hidden.numel()
         _add_norm[(rows,)](
-            hidden, added, weight, eps, out, width, ADD=delta is not None, BLOCK=block, num_warps=warps, **early(hidden)
+            hidden, hidden if delta is None else delta, weight, eps, out, width, PARTS=parts, BLOCK=block, num_warps=warps,
+            **early(hidden),
         )  # fmt: skip
     return out

@@ -40,6 +40,11 @@ class TritonOps(ReferenceOps):
         out = x.new_empty(len(x), len(weight), dtype=dtype)
         return (gemv if len(x) == 1 else thin)(x, weight, bias, out=out)
 
+    def unadded_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not 1 < len(x) <= MAX_TOKENS:
+            return self.product(x, weight, bias)
+        return thin(x, weight, bias, added=False)
+
     def gated_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not 0 < len(x) <= MAX_TOKENS:
             return super().gated_product(x, weight, bias)

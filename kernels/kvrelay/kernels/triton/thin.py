@@ -121,11 +121,13 @@ def thin(
     gated: bool = False,
     out: torch.Tensor | None = None,
     config: ThinConfig | None = None,
+    added: bool = True,
 ) -> torch.Tensor:
     """x [T, K], T up to `MAX_TOKENS`, by `weight` [N, K] → [T, N], into `out` of any float type. All contiguous.
 
     With `gated`, the first half of the products are gates of the second: silu(gate) × up → [T, N / 2]. Nothing is rounded on
-    the way. Raises ValueError for more tokens.
+    the way. Not `added`, where there is no bias and no gate: float32 [parts, T, N], or as always where there is one part. Raises
+    ValueError for more tokens.
     """
     (tokens, columns), rows = x.shape, len(weight)
     if tokens > MAX_TOKENS:
@@ -144,8 +146,11 @@ def thin(
         AHEAD=config.ahead, TOKENS=MAX_TOKENS, ROWS=_ROWS, BLOCK_K=config.block_k,
         num_warps=4, num_stages=config.stages, **launch,
     )  # fmt: skip
-    if adds:
-        add_parts(sums, bias, out, gated, launch)
+    if not adds:
+        return out
+    if not (added or gated or bias is not None):
+        return sums
+    add_parts(sums, bias, out, gated, launch)
     return out
 
 

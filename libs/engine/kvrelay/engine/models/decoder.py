@@ -92,9 +92,9 @@ class Layer:
         return Heads(qkv, config.num_kv_heads, rotation, self._head_norm, self._ops)
 
     def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """Adds the attention `mixed` [T, Hq, D] to `hidden` [T, H] in place, and gives what is to be added for the MLP."""
-        normed = self._ops.add_norm(hidden, self._output(mixed.flatten(1)), self._mlp_norm)
-        return self._down(self._gate_up.gated(normed))
+        """Adds the attention `mixed` [T, Hq, D] to `hidden` [T, H] in place, and gives what is to be added for the MLP, as `add_norm` takes it."""
+        normed = self._ops.add_norm(hidden, self._output.unadded(mixed.flatten(1)), self._mlp_norm)
+        return self._down.unadded(self._gate_up.gated(normed))
 
 
 def _head_norm(config: ModelConfig, name: str, weights: Weights) -> Norm:

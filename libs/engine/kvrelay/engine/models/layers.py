@@ -20,6 +20,10 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.product(x, self._weight, self._bias)
 
+    def unadded(self, x: torch.Tensor) -> torch.Tensor:
+        """For `Ops.add_norm`, and for nothing else: see `Ops.unadded_product`."""
+        return self._ops.unadded_product(x, self._weight, self._bias)
+
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """Of the products, the first half gates of the second: silu(gate) × up, [T, out / 2]."""
         return self._ops.gated_product(x, self._weight, self._bias)
@@ -42,6 +46,9 @@ class PackedLinear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return y
+
+    def unadded(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.silu_gate(self(x))
