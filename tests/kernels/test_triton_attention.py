@@ -10,6 +10,7 @@ float16 has nothing under 2^-24: each weight may lose half of that of the larges
 
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -244,6 +245,34 @@ def test_a_part_without_context_reads_no_cache() -> None:
         paged_decode(q.double(), keys, side, cache.tables, cache.lens) for side in (values, values.abs())
     )
     check(out, expected, spread, 40)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dim", decode_attention.HEAD_DIMS)
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_programs_run_at_once(monkeypatch: pytest.MonkeyPatch, group: int, dim: int, dtype: torch.dtype) -> None:
+    """Else some begin when the others have ended, and a step takes twice as long: none may need more registers than its share."""
+    compiled = []
+    launched = decode_attention._decode
+
+    class Seen:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: compiled.append(launched[grid](*args, **options))
+
+    monkeypatch.setattr(decode_attention, "_decode", Seen())
+    cache = Paged([100], 2, dim, 16, dtype)
+    kernel = PagedDecode(1, 2 * group, 2, dim, 16, dtype, DEVICE)
+    kernel.plan(cache.lens)
+    kernel(
+        torch.zeros(1, 2 * group, dim, dtype=dtype, device=DEVICE), cache.keys, cache.values, cache.tables, cache.lens
+    )
+    (found,) = compiled
+    assert found.n_regs * 32 * kernel.config.warps * kernel.config.programs <= 65536
+    assert (found.metadata.shared + 1024) * kernel.config.programs <= 228 << 10, (
+        "a program's shared memory, and the system's part"
+    )
 
 
 @pytest.mark.gpu

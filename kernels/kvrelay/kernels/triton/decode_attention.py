@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.triton.early import begin as begin_early
+from kvrelay.kernels.triton.early import early
 from kvrelay.kernels.triton.softmax import LOWEST, absorb, raw_scores, slots_of
 
 HEAD_DIMS = (64, 128, 256)
@@ -88,7 +90,10 @@ def _decode(
     q, keys, values, tables, lens, out, stretches, weighed, partial, arrivals, num_seqs, q_stride, out_stride, table_stride,
     scale, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr, PIECES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        begin_early()
     program = tl.program_id(0)
     row = stretches + program * 8
     seq = tl.load(row)
@@ -186,12 +191,14 @@ class DecodeConfig:
 
 
 def decode_config(head_dim: int, group: int, dtype: torch.dtype) -> DecodeConfig:
-    """What was fastest on an H200, of what fits."""
+    """What was fastest on an H200, of what fits: all programs have to run at once."""
     if dtype is torch.float32:
         return DecodeConfig(tile=16, warps=4, stages=2, programs=2)
+    wide = group > 32
     if head_dim == 256:
-        return DecodeConfig(tile=32, warps=8 if group > 32 else 4, stages=4, programs=2)
-    return DecodeConfig(tile=32, warps=4, stages=4, programs=4, least=2)
+        return DecodeConfig(tile=32, warps=8 if wide else 4, stages=4, programs=1 if wide else 2)
+    programs = 4 if head_dim == 64 or group <= 16 else 2 if wide else 3
+    return DecodeConfig(tile=32, warps=4, stages=4, programs=programs, least=2)
 
 
 class PagedDecode:
@@ -265,8 +272,8 @@ class PagedDecode:
             q.shape[0], q.stride(0), out.stride(0), block_tables.stride(0), self.scale,
             HKV=self.num_kv_heads, GROUP=self.group, D=self.head_dim, BLOCK_SIZE=self.block_size, TILE=self.config.tile,
             WINDOW=self.window, SOFTCAP=self.softcap, ROWS=rows, MERGED=merged,
-            PIECES=max(1, 8192 // (merged * self.head_dim)),
-            num_warps=self.config.warps, num_stages=self.config.stages,
+            PIECES=max(1, 4096 // (merged * self.head_dim)),
+            num_warps=self.config.warps, num_stages=self.config.stages, **early(q),
         )  # fmt: skip
         return out
 
