@@ -1,4 +1,4 @@
-"""What the GPU does in decode steps, out of a profiler's trace."""
+"""What the GPU does in steps, out of a profiler's trace."""
 
 import json
 import tempfile
@@ -37,10 +37,20 @@ def profile_steps(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
     llm.engine.abort(ids)
     while llm.engine.has_work:
         llm.engine.step()
-    return {"host_ms_a_step": host * 1e3, **_summary(trace)}
+    return {"host_ms_a_step": host * 1e3, **_summary(trace, STEPS)}
 
 
-def _summary(trace: profile) -> dict[str, Any]:
+def profile_prefill(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
+    """All prompts to their first tokens, as one step."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    llm.generate(prompts, params)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        llm.generate(prompts, params)
+        torch.cuda.synchronize()
+    return _summary(trace, 1)
+
+
+def _summary(trace: profile, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(path))
@@ -59,7 +69,7 @@ def _summary(trace: profile) -> dict[str, Any]:
     whole = end - spans[0][0]
     return {
         "idle": 1 - busy / whole,
-        "ms_a_step": whole / STEPS / 1e3,
-        "kernels_a_step": len(spans) / STEPS,
-        "us_a_step": {name[:80]: round(us / STEPS, 1) for name, us in by_kernel.most_common(14)},
+        "ms_a_step": whole / steps / 1e3,
+        "kernels_a_step": len(spans) / steps,
+        "us_a_step": {name[:80]: round(us / steps, 1) for name, us in by_kernel.most_common(14)},
     }

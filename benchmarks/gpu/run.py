@@ -27,7 +27,7 @@ import torch
 import triton
 
 from benchmarks.gpu import correctness
-from benchmarks.gpu.profile import profile_steps
+from benchmarks.gpu.profile import profile_prefill, profile_steps
 from benchmarks.gpu.shapes import SHAPES, flops, kv_bytes, weight_bytes, write_model
 from kvrelay.cli.model import DEFAULT_DIR
 from kvrelay.common.request import SamplingParams
@@ -123,6 +123,8 @@ CASES: dict[str, list[Case]] = {
         ("prefill-1-8k", lambda m: prefill(m, 1, 8192)),
         ("prefill-4-2k", lambda m: prefill(m, 4, 2048)),
         ("prefill-1-512", lambda m: prefill(m, 1, 512)),
+        ("profile-prefill-1-8k", lambda m: profile_prefill(m.llm, m.prompts(1, 8192))),
+        ("profile-prefill-1-512", lambda m: profile_prefill(m.llm, m.prompts(1, 512))),
         ("idle-64-1k", lambda m: idle(m, 64, 1024)),
         ("idle-1-1k", lambda m: idle(m, 1, 1024)),
         ("idle-256-1k", lambda m: idle(m, 256, 1024)),
