@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+import xxhash
 
 if TYPE_CHECKING:
     from kvrelay.kernels.ops import Norm
+
+LEAF_BYTES = 16 << 10
+"""As `transfer.checksum` has it."""
 
 
 class ReferenceOps:
@@ -149,3 +153,30 @@ def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype is torch.float8_e4m3fn:
         x = x.clamp(-448.0, 448.0)
     return x.to(dtype)
+
+
+def pack(planes: torch.Tensor, slots: torch.Tensor, packed: torch.Tensor) -> None:
+    """Runs of L rows each out of all P planes (keys and values of layers): from `planes` [P, slots, E], beginning at `slots`
+    int64 [N], into `packed` [N, P, L, E], as its dtype. Bits are copied where dtypes are the same."""
+    packed.copy_(_as(planes[:, _rows(slots, packed)].transpose(0, 1), packed.dtype))
+
+
+def unpack(planes: torch.Tensor, slots: torch.Tensor, packed: torch.Tensor) -> None:
+    """What `pack` gave, into `planes`, as their dtype. No row is in two runs."""
+    planes[:, _rows(slots, packed)] = _as(packed.transpose(0, 1), planes.dtype)
+
+
+def _rows(slots: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    return slots[:, None] + torch.arange(packed.shape[2], device=slots.device)
+
+
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dtype is dtype else narrow(x, dtype)
+
+
+def leaves(data: torch.Tensor) -> torch.Tensor:
+    """XXH3-64 of each 16 KiB, and of what is left, of each of `data` uint8 [N, size]: uint64 [N, leaves]."""
+    rows = data.cpu().numpy()
+    starts = range(0, data.shape[1], LEAF_BYTES)
+    found = [[xxhash.xxh3_64_intdigest(row[start : start + LEAF_BYTES]) for start in starts] for row in rows]
+    return torch.tensor(found, dtype=torch.uint64, device=data.device).view(len(data), len(starts))
