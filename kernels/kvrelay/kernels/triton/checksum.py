@@ -69,7 +69,7 @@ def _sum_rounds(words, item_stride, item_words, num_leaves, keys, sums):
     tl.store(sums + program * (_ROUNDS * 8) + rounds * 8 + lane, tl.join(first, second))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _merge(words, item_stride, item_words, num_leaves, count, keys, sums, out, LEAVES: tl.constexpr):
     leaf = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
     inside = leaf < count

@@ -13,6 +13,7 @@ from kvrelay.common.ids import Fingerprint
 from kvrelay.common.layout import KvDtype, KvGroup, KvGroupKind, KvLayout
 from kvrelay.engine.convert import Bits, convert, storage
 from kvrelay.engine.models.config import ModelConfig
+from kvrelay.transfer.checksum import leaves
 
 TORCH_DTYPES = {
     KvDtype.FLOAT32: torch.float32,
@@ -142,6 +143,23 @@ class KvCache:
             converted = np.empty(rows.shape, rows.dtype)
             convert(self._span(data, dtype), dtype, converted, self.dtype)
             np.copyto(rows, converted)
+
+    def read_spans(self, slots: Sequence[int], outs: Sequence[NDArray[np.uint8]], dtype: KvDtype) -> list[bytes]:
+        """`read_span` of each. Gives the leaves of the checksum of each as it was read (see `transfer.checksum`)."""
+        found = []
+        for slot, out in zip(slots, outs, strict=True):
+            self.read_span(slot, out, dtype)
+            found.append(leaves(out.data))
+        return found
+
+    def write_spans(self, slots: Sequence[int], datas: Sequence[NDArray[np.uint8]], dtype: KvDtype) -> list[bytes]:
+        """`write_span` of each. Gives the leaves of what was written, or of what was there after that: where they are right,
+        so is what was written."""
+        found = []
+        for slot, data in zip(slots, datas, strict=True):
+            self.write_span(slot, data, dtype)
+            found.append(leaves(data.data))
+        return found
 
     def _span(self, data: NDArray[np.uint8], dtype: KvDtype) -> Bits:
         return data.view(storage(dtype)).reshape(self._model.num_layers, 2, SPAN, self._model.kv_size)

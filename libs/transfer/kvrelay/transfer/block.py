@@ -50,9 +50,14 @@ def checksum(info: BlockInfo, payload: memoryview) -> int:
 
     Any bit, order, length, id, dtype or encoding that differs changes it.
     """
-    head = struct.pack("<QQ", CHECKSUM_VERSION, len(payload))
+    return root(info, len(payload), leaves(payload))
+
+
+def root(info: BlockInfo, size: int, payload_leaves: bytes) -> int:
+    """The checksum of a payload of `size` bytes that has these leaves, wherever they were computed."""
+    head = struct.pack("<QQ", CHECKSUM_VERSION, size)
     kind = _kind(info.fingerprint, info.shape, info.dtype, info.encoding)
-    return xxhash.xxh3_64_intdigest(head + leaves(payload) + info.id + kind)
+    return xxhash.xxh3_64_intdigest(head + payload_leaves + info.id + kind)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,11 +8,14 @@ from kvrelay.common.errors import Unsupported
 from kvrelay.engine.attention.registry import choose_device
 from kvrelay.engine.cache import TORCH_DTYPES, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.gpu.cache import CopyKernels
 from kvrelay.engine.gpu.runner import GpuRunner
 from kvrelay.engine.gpu.sampler import TritonSampler
 from kvrelay.engine.gpu.unpack import TritonUnpack
 from kvrelay.engine.loader import LoadedModel
 from kvrelay.engine.sampler import Sampler
+from kvrelay.kernels.triton.checksum import leaves
+from kvrelay.kernels.triton.pack import pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,14 @@ def make_runner(config: EngineConfig, loaded: LoadedModel) -> tuple[GpuRunner, s
 
     def runner(kv_cache_bytes: int) -> GpuRunner:
         return GpuRunner(
-            loaded, config, attention, sampler, host_sampler, kv_cache_bytes, TritonUnpack(config.block_size)
+            loaded,
+            config,
+            attention,
+            sampler,
+            host_sampler,
+            kv_cache_bytes,
+            TritonUnpack(config.block_size),
+            CopyKernels(pack, unpack, leaves),
         )
 
     try:

@@ -1,6 +1,12 @@
-"""The KV cache in a GPU's memory."""
+"""The KV cache in a GPU's memory.
 
-from collections.abc import Sequence
+blocks ─▶ pack ─▶ device memory of one piece ─▶ its checksums' leaves, and to the host             reads
+host ─▶ device memory of one piece ─▶ its checksums' leaves ─▶ unpack ─▶ blocks                    writes
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 
 import numpy as np
 import torch
@@ -10,19 +16,73 @@ from kvrelay.common.blocks import SPAN
 from kvrelay.common.errors import Unsupported
 from kvrelay.common.layout import KvDtype
 from kvrelay.engine.cache import TORCH_DTYPES, KvCache
-from kvrelay.engine.convert import Bits, convert, storage
+from kvrelay.engine.convert import storage
 from kvrelay.engine.models.config import ModelConfig
+from kvrelay.kernels import reference
+
+PIECE_BYTES = 32 << 20
+"""Of spans that are on their way at a time: enough for a copy over PCIe to reach its speed."""
+_OUTSIDE_DTYPES = TORCH_DTYPES | {KvDtype.FLOAT8_E4M3: torch.float8_e4m3fn}
+"""What spans and rows may be of where they go to or come from."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyKernels:
+    """See `reference`."""
+
+    pack: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = reference.pack
+    unpack: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = reference.unpack
+    leaves: Callable[[torch.Tensor], torch.Tensor] = reference.leaves
+
+
+TWINS = CopyKernels()
+"""In plain torch."""
+
+
+class _Lane:
+    """Copies beside the steps, on a stream of their own. Within it one follows the other; at its end all are done."""
+
+    def __init__(self, device: torch.device, staging_bytes: int = 0) -> None:
+        self.staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._current = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        self._current.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._current.__exit__(kind, error, trace)
+        # Not the device: the steps go on. Also after an error: what is copied to or from is the caller's again.
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class DeviceKvCache(KvCache):
-    """Rows go in and out by a stream of their own: what they copy, no step in flight writes."""
+    """What is read was computed by steps that the host has seen the end of, what is written no step has been launched to read,
+    and a call returns when all is where it should be: so nothing but the host orders copies and steps.
+
+    One thread at a time may read spans, one write them, and one read and write rows.
+    """
 
     def __init__(
-        self, model: ModelConfig, dtype: KvDtype, block_size: int, kv_cache_bytes: int, device: torch.device
+        self,
+        model: ModelConfig,
+        dtype: KvDtype,
+        block_size: int,
+        kv_cache_bytes: int,
+        device: torch.device,
+        kernels: CopyKernels = TWINS,
     ) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         super().__init__(model, dtype, block_size, kv_cache_bytes)
+        self._kernels = kernels
+        self._planes = self.data.view(model.num_layers * 2, -1, model.kv_size)
+        """Keys and values of each layer, by slot."""
+        staging_bytes = max(PIECE_BYTES, self.span_bytes(KvDtype.FLOAT32))
+        self._reads, self._writes = (_Lane(device, staging_bytes) for _ in range(2))
+        self._rows_lane = _Lane(device)
 
     def _allocate(self) -> torch.Tensor:
         size = self.num_blocks * self.block_size * self._model.num_layers * 2 * self._model.kv_size
@@ -40,52 +100,85 @@ class DeviceKvCache(KvCache):
             self.data[:, :, targets] = self.data[:, :, sources]
 
     def read_rows(self, layer: int, slots: NDArray[np.int64], out: NDArray[np.uint8], dtype: KvDtype) -> None:
-        rows = out.view(storage(dtype)).reshape(2, len(slots), self._model.kv_size)
-        with torch.cuda.stream(self._stream):
-            at = torch.from_numpy(slots).to(self._device)
-            for side, cached in enumerate((self.keys[layer], self.values[layer])):
-                self._deliver(cached.index_select(0, at), rows[side], dtype)
+        with self._rows_lane:
+            rows = self._new_rows(len(slots), dtype)
+            self._kernels.pack(self._layer(layer), self._at(slots), rows.transpose(0, 1))
+            torch.from_numpy(out).copy_(_bytes(rows), non_blocking=True)
 
     def write_rows(self, layer: int, slots: NDArray[np.int64], data: NDArray[np.uint8], dtype: KvDtype) -> None:
-        rows = data.view(storage(dtype)).reshape(2, len(slots), self._model.kv_size)
-        with torch.cuda.stream(self._stream):
-            at = torch.from_numpy(slots).to(self._device)
-            for side, cached in enumerate((self.keys[layer], self.values[layer])):
-                cached.index_copy_(0, at, self._fetch(rows[side], dtype).view(len(slots), *cached.shape[1:]))
-            self._finish()
+        with self._rows_lane:
+            rows = self._new_rows(len(slots), dtype)
+            _bytes(rows).copy_(torch.from_numpy(data), non_blocking=True)
+            self._kernels.unpack(self._layer(layer), self._at(slots), rows.transpose(0, 1))
+
+    def _layer(self, layer: int) -> torch.Tensor:
+        return self._planes[2 * layer : 2 * layer + 2]
+
+    def _new_rows(self, count: int, dtype: KvDtype) -> torch.Tensor:
+        """[K and V, count, 1, E]"""
+        return torch.empty(2, count, 1, self._model.kv_size, dtype=_torch_dtype(dtype), device=self._device)
+
+    def _at(self, slots: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
+        return torch.as_tensor(slots, dtype=torch.int64).to(self._device)
 
     def read_span(self, slot: int, out: NDArray[np.uint8], dtype: KvDtype) -> None:
-        with torch.cuda.stream(self._stream):
-            self._deliver(self._span_of(slot).contiguous(), self._span(out, dtype), dtype)
+        self.read_spans([slot], [out], dtype)
 
     def write_span(self, slot: int, data: NDArray[np.uint8], dtype: KvDtype) -> None:
-        with torch.cuda.stream(self._stream):
-            span = self._span_of(slot)
-            span.copy_(self._fetch(self._span(data, dtype), dtype).view(span.shape))
-            self._finish()
+        self.write_spans([slot], [data], dtype)
 
-    def _span_of(self, slot: int) -> torch.Tensor:
-        """[layers, 2, 16, Hkv, D]"""
-        return self.data.flatten(2, 3)[:, :, slot : slot + SPAN]
+    def read_spans(self, slots: Sequence[int], outs: Sequence[NDArray[np.uint8]], dtype: KvDtype) -> list[bytes]:
+        with self._reads:
+            found = []
+            for at, piece, staged, spans in self._pieces(self._reads, slots, outs, dtype):
+                self._kernels.pack(self._planes, at, spans)
+                found.append(self._kernels.leaves(staged))
+                for out, span in zip(piece, staged, strict=True):
+                    torch.from_numpy(out).copy_(span, non_blocking=True)
+            return _to_host(found)
 
-    def _deliver(self, rows: torch.Tensor, out: Bits, dtype: KvDtype) -> None:
-        """Contiguous rows to the host, as `dtype`. They are there when this returns."""
-        host = rows.cpu().view(-1).view(torch.uint8).numpy().view(storage(self.dtype)).reshape(out.shape)
-        if dtype is self.dtype:
-            np.copyto(out, host)
-        else:
-            convert(host, self.dtype, out, dtype)
+    def write_spans(self, slots: Sequence[int], datas: Sequence[NDArray[np.uint8]], dtype: KvDtype) -> list[bytes]:
+        with self._writes:
+            found = []
+            for at, piece, staged, spans in self._pieces(self._writes, slots, datas, dtype):
+                for data, span in zip(piece, staged, strict=True):
+                    span.copy_(torch.from_numpy(data), non_blocking=True)
+                found.append(self._kernels.leaves(staged))
+                self._kernels.unpack(self._planes, at, spans)
+            return _to_host(found)
 
-    def _fetch(self, rows: Bits, dtype: KvDtype) -> torch.Tensor:
-        """Rows of the host, of `dtype`, as the cache's, flat, on the device."""
-        if dtype is not self.dtype:
-            converted = np.empty(rows.shape, storage(self.dtype))
-            convert(rows, dtype, converted, self.dtype)
-            rows = converted
-        raw = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
-        return torch.from_numpy(raw).view(TORCH_DTYPES[self.dtype]).to(self._device)
+    def rehearse(self) -> None:
+        """Copies of what lies in the first slots, there and back, so that kernels are compiled before they are needed."""
+        span, row = (np.empty(size, np.uint8) for size in (self.span_bytes(self.dtype), self.token_bytes))
+        self.read_span(0, span, self.dtype)
+        self.write_span(0, span, self.dtype)
+        first = np.zeros(1, np.int64)
+        self.read_rows(0, first, row, self.dtype)
+        self.write_rows(0, first, row, self.dtype)
 
-    def _finish(self) -> None:
-        """What is read next may be read by another stream."""
-        if self._stream is not None:
-            self._stream.synchronize()
+    def _pieces(
+        self, lane: _Lane, slots: Sequence[int], datas: Sequence[NDArray[np.uint8]], dtype: KvDtype
+    ) -> Iterator[tuple[torch.Tensor, Sequence[NDArray[np.uint8]], torch.Tensor, torch.Tensor]]:
+        """What fits into the lane's memory at a time: slots, the host's memory, the lane's as bytes [N, size] and as spans
+        [N, layers × 2, 16, E]. The lane's is the same for each: what the stream does with one comes before the next."""
+        size = self.span_bytes(dtype)
+        most = len(lane.staging) // size
+        at = self._at(slots)
+        for first in range(0, len(slots), most):
+            piece = datas[first : first + most]
+            staged = lane.staging[: len(piece) * size].view(len(piece), size)
+            spans = staged.view(_torch_dtype(dtype)).view(len(piece), len(self._planes), SPAN, -1)
+            yield at[first : first + most], piece, staged, spans
+
+
+def _torch_dtype(dtype: KvDtype) -> torch.dtype:
+    storage(dtype)  # raises where it is not converted
+    return _OUTSIDE_DTYPES[dtype]
+
+
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(-1).view(torch.uint8)
+
+
+def _to_host(leaves: Sequence[torch.Tensor]) -> list[bytes]:
+    return [span.tobytes() for piece in leaves for span in piece.cpu().numpy()]

@@ -23,7 +23,7 @@ from kvrelay.engine.batch import Batch, Done, LayerHook, Running, Sample, Schedu
 from kvrelay.engine.cache import kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.gpu.attention import DeviceAttention
-from kvrelay.engine.gpu.cache import DeviceKvCache
+from kvrelay.engine.gpu.cache import TWINS, CopyKernels, DeviceKvCache
 from kvrelay.engine.gpu.graphs import DecodeGraphs
 from kvrelay.engine.gpu.inputs import (
     NOWHERE,
@@ -101,13 +101,13 @@ class GpuRunner:
         host_sampler: Sampler,
         kv_cache_bytes: int,
         unpack: Unpack = unpack_decodes,
+        copy_kernels: CopyKernels = TWINS,
     ) -> None:
         """Makes the KV cache. Raises Unsupported where there is no memory for it."""
         device = torch.device(config.device)
         self.device = device
-        self.kv = DeviceKvCache(
-            loaded.model_config, kv_dtype_of(config.kv_dtype, loaded.dtype), config.block_size, kv_cache_bytes, device
-        )
+        kv_dtype = kv_dtype_of(config.kv_dtype, loaded.dtype)
+        self.kv = DeviceKvCache(loaded.model_config, kv_dtype, config.block_size, kv_cache_bytes, device, copy_kernels)
         self._num_layers = loaded.model_config.num_layers
         self._vocab_size = loaded.vocab_size
         self._model = loaded.model
@@ -130,7 +130,9 @@ class GpuRunner:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """The largest step, which writes no KV, so that kernels are compiled and memory is taken before the first request."""
+        """The largest step, which writes no KV, and the KV's copies, so that kernels are compiled and memory is taken before the
+        first request."""
+        self.kv.rehearse()
         num_tokens = self._max_tokens
         lengths = [min(self._max_model_len, num_tokens - at) for at in range(0, num_tokens, self._max_model_len)]
         count, rows = self._max_sampled, self._rows
