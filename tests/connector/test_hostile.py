@@ -2,12 +2,13 @@
 what was granted is given back."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from kvrelay.engine.connector import kvstore, session
+from kvrelay.engine.connector.base import Memory
 from kvrelay.engine.connector.kvstore import KvStoreConnector
 from kvrelay.kvstore.sessions import HERE, MAX_BLOCKS, NO_ROOM
 from kvrelay.transfer.segments import heads
@@ -237,6 +238,35 @@ async def test_a_store_that_reads_nothing_is_given_up(store: HostileStore, conne
         attachment.corrupt([1])
     assert not connector.ready
     await until(lambda: store.num_sessions == 2 and connector.ready)
+
+
+async def test_the_arena_is_pinned_while_it_is_used(store: HostileStore) -> None:
+    """All of it, before anyone asks for a part, until the last part was given back."""
+    pinned: list[int] = []
+
+    def pin(arena: Memory) -> Callable[[], None]:
+        pinned.append(len(arena))
+        return pinned.clear
+
+    async with serving(store) as address:
+        connector = KvStoreConnector(access(address, kind()), QUICK, pin)
+        connector.start()
+        await until(lambda: connector.ready)
+        assert pinned == [ARENA_BYTES]
+        load = connector.load(IDS, 0, FOUND)
+        call = (await store.hears("load")).load.call
+        store.say(loaded=pb.Loaded(call=call, blocks=[block_at(0)]))
+        spans = await load.next()
+        assert len(spans) == 1
+        store.hang_up()
+        await until(lambda: not connector.ready)
+        assert pinned == [ARENA_BYTES], "a part of it is being read"
+        load.release(spans)
+        load.close()
+        await until(lambda: store.num_sessions == 2 and connector.ready)
+        assert pinned == [ARENA_BYTES], "the next session's"
+        await connector.close()
+        assert pinned == []
 
 
 async def test_no_store_at_all_and_a_close_meanwhile() -> None:

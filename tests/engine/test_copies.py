@@ -1,5 +1,6 @@
 """KV between a cache and a store's memory, many spans at a time: on a CPU, and as a GPU does it (without one: interpreted)."""
 
+import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -155,6 +156,26 @@ def test_reads_and_writes_at_once() -> None:
             assert np.array_equal(out, expected)
             for span in out:
                 span[...] = 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="there is no GPU to pin memory for")
+def test_pinned_memory() -> None:
+    """Of the kind that a store's is."""
+    cache, plain = filled(by_kernels(KvDtype.FLOAT32)), filled(on_cpu(KvDtype.FLOAT32))
+    size = cache.span_bytes(KvDtype.FLOAT32)
+    arena = np.frombuffer(mmap.mmap(-1, size * len(SLOTS)), np.uint8)
+    unpin = cache.pin(arena)
+    found = [arena[start : start + size] for start in range(0, len(arena), size)]
+    assert torch.from_numpy(found[1]).is_pinned()
+    hashed = cache.read_spans(SLOTS, found, KvDtype.FLOAT32)
+    assert hashed == plain.read_spans(SLOTS, memory(plain, KvDtype.FLOAT32), KvDtype.FLOAT32)
+    assert hashed == [leaves(span.data) for span in found]
+    assert cache.write_spans(SLOTS[::-1], found, KvDtype.FLOAT32) == hashed
+    plain.write_spans(SLOTS[::-1], found, KvDtype.FLOAT32)
+    assert same(cache, plain)
+    unpin()
+    assert not torch.from_numpy(found[1]).is_pinned()
 
 
 class TestCopier:

@@ -1,7 +1,7 @@
 """Where the KV lies: one tensor for all layers, in blocks, and its rows as plain bytes for the transfer."""
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -160,6 +160,10 @@ class KvCache:
             self.write_span(slot, data, dtype)
             found.append(leaves(data.data))
         return found
+
+    def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
+        """Spans will be copied to and from `memory`, until what this gives is called. May take seconds, on any thread."""
+        return lambda: None
 
     def _span(self, data: NDArray[np.uint8], dtype: KvDtype) -> Bits:
         return data.view(storage(dtype)).reshape(self._model.num_layers, 2, SPAN, self._model.kv_size)

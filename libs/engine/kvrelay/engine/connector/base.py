@@ -5,7 +5,7 @@ away, slow or wrong has nothing, for as long as it is so.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,8 @@ from kvrelay.common.ids import BlockId
 from kvrelay.transfer.block import BlockInfo
 
 Memory = NDArray[np.uint8]
+Pin = Callable[[Memory], Callable[[], None]]
+"""Makes memory ready for copies by a device, until what it gives is called. Both may take seconds; neither is for the event loop."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,6 +113,11 @@ class Connector(Protocol):
     async def close(self) -> None:
         """Nothing reads or writes a store's memory any more."""
         ...
+
+
+def no_pin(memory: Memory) -> Callable[[], None]:
+    """Nothing but the CPU copies."""
+    return lambda: None
 
 
 class NoWriting:

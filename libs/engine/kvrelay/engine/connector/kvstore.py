@@ -16,8 +16,8 @@ from kvrelay.common.errors import KvrelayError, TransferFailed, Unavailable
 from kvrelay.common.ids import BlockId, Fingerprint, PodId
 from kvrelay.common.layout import KvDtype
 from kvrelay.common.rpc import CHANNEL_OPTIONS, from_rpc_error
-from kvrelay.common.tasks import end_task
-from kvrelay.engine.connector.base import Load, NoLoad, NoWriting, Room, Run, Stored, Writing
+from kvrelay.common.tasks import end_task, outlast
+from kvrelay.engine.connector.base import Load, Memory, NoLoad, NoWriting, Pin, Room, Run, Stored, Writing, no_pin
 from kvrelay.engine.connector.session import MAX_OUTGOING, Session, attached, map_arena
 from kvrelay.v1 import kvstore_pb2 as pb
 from kvrelay.v1 import kvstore_pb2_grpc
@@ -55,8 +55,9 @@ class KvStoreAccess:
 class KvStoreConnector:
     """See `base.Connector`. A store that goes is attached to again when it is back."""
 
-    def __init__(self, access: KvStoreAccess, retry: RetryPolicy = RETRY) -> None:
+    def __init__(self, access: KvStoreAccess, retry: RetryPolicy = RETRY, pin: Pin = no_pin) -> None:
         self._access = access
+        self._pin = pin
         self._retry = retry
         self._session: Session | None = None
         self._cool_until = 0.0
@@ -170,15 +171,26 @@ class KvStoreConnector:
         except (TimeoutError, StopAsyncIteration) as error:
             raise Unavailable("the store does not answer") from error
         access, arena = self._access, await asyncio.to_thread(map_arena, told.arena_path, told.arena_bytes)
-        session = self._session = Session(outgoing, arena, access.fingerprint, access.shape, access.readable)
-        log.info("attached to the kvstore at %s, %d MiB", access.address, told.arena_bytes >> 20)
+        async with self._pinned(arena):
+            session = self._session = Session(outgoing, arena, access.fingerprint, access.shape, access.readable)
+            log.info("attached to the kvstore at %s, %d MiB", access.address, told.arena_bytes >> 20)
+            try:
+                await _listen(session, answers)
+            finally:
+                self._session = None
+                session.lose()
+                # Copies end by themselves. Until then the store must not take its memory back.
+                await session.idle()
+
+    @contextlib.asynccontextmanager
+    async def _pinned(self, arena: Memory) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        pinning = loop.run_in_executor(None, self._pin, arena)
         try:
-            await _listen(session, answers)
+            await outlast(pinning)
+            yield
         finally:
-            self._session = None
-            session.lose()
-            # Copies end by themselves. Until then the store must not take its memory back.
-            await session.idle()
+            await outlast(loop.run_in_executor(None, pinning.result()))
 
 
 async def _listen(session: Session, answers: AsyncIterator[pb.AttachResponse]) -> None:

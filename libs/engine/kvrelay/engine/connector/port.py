@@ -46,7 +46,10 @@ def make_connector(options: KvStoreOptions | None, pod_id: PodId, built: Built) 
     if options is None:
         return None
     identity, own = identity_of(built, options), built.cache.dtype
-    connectors = [KvStoreConnector(_access(options, address, pod_id, identity, own)) for address in options.addresses]
+    connectors = [
+        KvStoreConnector(_access(options, address, pod_id, identity, own), pin=built.cache.pin)
+        for address in options.addresses
+    ]
     return connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
 
 

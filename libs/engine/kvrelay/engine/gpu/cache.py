@@ -5,6 +5,7 @@ host ─▶ device memory of one piece ─▶ its checksums' leaves ─▶ unpac
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
@@ -19,6 +20,8 @@ from kvrelay.engine.cache import TORCH_DTYPES, KvCache
 from kvrelay.engine.convert import storage
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.kernels import reference
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
 """Of spans that are on their way at a time: enough for a copy over PCIe to reach its speed."""
@@ -146,6 +149,18 @@ class DeviceKvCache(KvCache):
                 found.append(self._kernels.leaves(staged))
                 self._kernels.unpack(self._planes, at, spans)
             return _to_host(found)
+
+    def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
+        """So that the GPU's copy engines read and write it as it lies. Copies to other memory are slower, and make their thread wait."""
+        if self._device.type != "cuda":
+            return super().pin(memory)
+        cudart, address = torch.cuda.cudart(), memory.ctypes.data
+        with torch.cuda.device(self._device):
+            error = cudart.cudaHostRegister(address, memory.nbytes, 0)
+        if error != cudart.cudaError.success:
+            log.warning("a store's memory is not pinned, copies are slower: %s", cudart.cudaGetErrorString(error))
+            return super().pin(memory)
+        return lambda: cudart.cudaHostUnregister(address)
 
     def rehearse(self) -> None:
         """Copies of what lies in the first slots, there and back, so that kernels are compiled before they are needed."""
