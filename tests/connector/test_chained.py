@@ -11,6 +11,7 @@ import pytest
 from kvrelay.common.ids import BlockId, Fingerprint, PodId
 from kvrelay.common.layout import KvDtype, KvLayout
 from kvrelay.engine.config import KvStoreOptions
+from kvrelay.engine.connector.base import no_pin
 from kvrelay.engine.connector.chained import ConnectorChain
 from kvrelay.engine.connector.kvstore import KvStoreConnector
 from kvrelay.engine.connector.port import identity_of, make_connector
@@ -124,7 +125,7 @@ def stock_of(ids: list[BlockId]) -> Shelf:
 
 @pytest.mark.unit
 def test_what_the_options_make() -> None:
-    cache = types.SimpleNamespace(dtype=KvDtype.FLOAT32, span_bytes=lambda dtype: 1000 * dtype.itemsize)
+    cache = types.SimpleNamespace(dtype=KvDtype.FLOAT32, span_bytes=lambda dtype: 1000 * dtype.itemsize, pin=no_pin)
     layout = KvLayout(fingerprint=Fingerprint("f"), groups=())
     loaded = types.SimpleNamespace(fingerprint=Fingerprint("f"), dtype="float32")
     built: Any = types.SimpleNamespace(cache=cache, layout=layout, loaded=loaded)
