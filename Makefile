@@ -23,7 +23,7 @@ unexport PROMPT
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo up down status test test-fast e2e soak lint format type proto proto-check bench bench-kv bench-router clean
+.PHONY: help setup model demo up down status test test-fast e2e k8s-test soak lint format type proto proto-check bench bench-kv bench-router clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -76,6 +76,9 @@ test-fast: setup ## without whole stacks of real processes
 
 e2e: setup ## whole stacks of real processes alone
 	$(stacks)
+
+k8s-test: setup ## the Kubernetes manifests alone: they build, are valid, and name what this code has
+	$(BIN)/python -m pytest tests/deploy/k8s $(ARGS)
 
 soak: setup ## the full counts of what `test` samples, and a report; hours (ARGS="--list", ARGS="--only 'faults-*'")
 	$(BIN)/python -m benchmarks.soak $(ARGS)
