@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from kvrelay.kernels.reference import ReferenceOps
+from kvrelay.kernels.scaled import Scaled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -61,19 +62,26 @@ class Ops(Protocol):
     def product(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | Scaled,
         bias: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """x [T, K] by `weight` [N, K] → [T, N]; as `dtype`, not rounded to x's where that costs nothing."""
+        """x [T, K] by `weight` [N, K] → [T, N]; as `dtype`, not rounded to x's where that costs nothing.
+
+        By a weight in 8 bits: see `reference.scaled_product`.
+        """
         ...
 
-    def unadded_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def unadded_product(
+        self, x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`product`, or parts of it in float32, [parts, T, N], where to add them is left to `add_norm`: in their order, rounded
         when they are added."""
         ...
 
-    def gated_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_product(
+        self, x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """x [T, K] by `weight` [2 I, K], then `silu_gate`, [T, I]: not rounded in between where that costs nothing."""
         ...
 

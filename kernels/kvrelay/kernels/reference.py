@@ -8,11 +8,15 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
+from kvrelay.kernels.scaled import Scaled, quantize
+
 if TYPE_CHECKING:
     from kvrelay.kernels.ops import Norm
 
 LEAF_BYTES = 16 << 10
 """As `transfer.checksum` has it."""
+FEW_TOKENS = 16
+"""Up to which a product with a weight in 8 bits takes the tokens as they are: memory gives the weight more slowly than that."""
 
 
 class ReferenceOps:
@@ -38,20 +42,26 @@ class ReferenceOps:
     def product(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | Scaled,
         bias: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
+        if isinstance(weight, Scaled):
+            return scaled_product(x, weight, bias, dtype)
         if dtype is None or dtype is x.dtype:
             return F.linear(x, weight, bias)
         if x.is_cuda and bias is None:
             return torch.mm(x, weight.T, out_dtype=dtype)
         return F.linear(x, weight, bias).to(dtype)
 
-    def unadded_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def unadded_product(
+        self, x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return self.product(x, weight, bias)
 
-    def gated_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_product(
+        self, x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return self.silu_gate(self.product(x, weight, bias))
 
 
@@ -61,6 +71,22 @@ def rms_norm(x: torch.Tensor, norm: "Norm") -> torch.Tensor:
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(norm.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
     return (wide * scale).mul_(norm.weight).to(x.dtype)
+
+
+def scaled_product(
+    x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x [T, K] by `weight` [N, K] → [T, N], as `dtype` or x's: sums of float32, times the scales, and the bias, rounded once.
+
+    More than `FEW_TOKENS` are quantized first, each with a scale of its own.
+    """
+    factor = weight.values.to(torch.float32)
+    if len(x) <= FEW_TOKENS:
+        y = F.linear(x.to(torch.float32), factor) * weight.scale
+    else:
+        rows = quantize(x)
+        y = F.linear(rows.values.to(torch.float32), factor) * rows.scale.unsqueeze(1) * weight.scale
+    return (y if bias is None else y + bias).to(dtype or x.dtype)
 
 
 def paged_decode(

@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvrelay.kernels.reference import FEW_TOKENS
+from kvrelay.kernels.scaled import Scaled
 from kvrelay.kernels.triton.early import Launch, begin, early, fetch_rows
 
-MAX_TOKENS = 16
+MAX_TOKENS = FEW_TOKENS
 _ROWS = 64
 _OUTPUTS = 256
 """Of a program that adds parts."""
@@ -50,8 +52,9 @@ def thin_config(rows: int, columns: int) -> ThinConfig:
 
 @triton.jit
 def _thin(
-    x, weight, bias, out, tokens, rows, K: tl.constexpr, PART: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, scale, bias, out, tokens, rows, K: tl.constexpr, PART: tl.constexpr, SCALED: tl.constexpr,
+    BIAS: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`out` [parts, T, N]"""
     part = tl.program_id(1)
@@ -61,6 +64,8 @@ def _thin(
     token = tl.arange(0, TOKENS)
     column = tl.arange(0, BLOCK_K)
     source = weight + row.to(tl.int64)[:, None] * K + part * PART
+    if SCALED:
+        factor = tl.load(scale + row)
     if EARLY:
         gdc_launch_dependents()
         if AHEAD:
@@ -78,7 +83,12 @@ def _thin(
             inside = (column < PART - first)[None, :]
             tile = tl.load(source + first, mask=inside, other=0.0, eviction_policy="evict_first")
             taken = tl.load(x + first, mask=held & inside, other=0.0)
+        if SCALED:
+            # By way of float32: a GPU makes bfloat16 of float16 more slowly than memory gives the weight.
+            tile = tile.to(tl.float32).to(taken.dtype)
         acc = tl.dot(tile, tl.trans(taken), acc, input_precision="ieee")
+    if SCALED:
+        acc *= factor[:, None]
     if BIAS:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
     at = out + (part * tokens + token).to(tl.int64)[None, :] * rows + row[:, None]
@@ -115,7 +125,7 @@ def _add_parts(
 
 def thin(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Scaled,
     bias: torch.Tensor | None = None,
     *,
     gated: bool = False,
@@ -126,8 +136,8 @@ def thin(
     """x [T, K], T up to `MAX_TOKENS`, by `weight` [N, K] → [T, N], into `out` of any float type. All contiguous.
 
     With `gated`, the first half of the products are gates of the second: silu(gate) × up → [T, N / 2]. Nothing is rounded on
-    the way. Not `added`, where there is no bias and no gate: float32 [parts, T, N], or as always where there is one part. Raises
-    ValueError for more tokens.
+    the way; a weight in 8 bits is widened. Not `added`, where there is no bias and no gate: float32 [parts, T, N], or as always
+    where there is one part. Raises ValueError for more tokens.
     """
     (tokens, columns), rows = x.shape, len(weight)
     if tokens > MAX_TOKENS:
@@ -137,13 +147,14 @@ def thin(
         out = x.new_empty(tokens, width)
     if not tokens:
         return out
+    values, scale = (weight.values, weight.scale) if isinstance(weight, Scaled) else (weight, None)
     config = config or thin_config(rows, columns)
     launch = early(x, config.early)
     adds = gated or config.parts > 1
     sums = x.new_empty(config.parts, tokens, rows, dtype=torch.float32) if adds else out
     _thin[(triton.cdiv(rows, _ROWS), config.parts)](
-        x, weight, bias, sums, tokens, rows, K=columns, PART=columns // config.parts, BIAS=bias is not None and not adds,
-        AHEAD=config.ahead, TOKENS=MAX_TOKENS, ROWS=_ROWS, BLOCK_K=config.block_k,
+        x, values, scale, bias, sums, tokens, rows, K=columns, PART=columns // config.parts, SCALED=scale is not None,
+        BIAS=bias is not None and not adds, AHEAD=config.ahead, TOKENS=MAX_TOKENS, ROWS=_ROWS, BLOCK_K=config.block_k,
         num_warps=4, num_stages=config.stages, **launch,
     )  # fmt: skip
     if not adds:

@@ -28,6 +28,7 @@ ENGINE_OPTIONS = {
     "device": "cuda or cpu",
     "dtype": "auto (the checkpoint's), float32 or bfloat16",
     "kv-dtype": "auto or a dtype",
+    "quantization": "none or fp8: weights in 8 bits",
     "block-size": "tokens, a multiple of 16",
     "kv-cache-bytes": "of each pod, such as 512MiB",
     "max-model-len": "tokens",

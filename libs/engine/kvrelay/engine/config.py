@@ -43,6 +43,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """auto (compiled ones where they can be had), compiled (on a CPU), triton (on a GPU) or torch."""
     load_format: str = "auto"
     """auto (safetensors, else GGUF), safetensors, gguf or dummy (random weights)."""
+    quantization: str = "none"
+    """none, or fp8: weights of the layers' products are rounded to 8 bits as they are loaded."""
     frame_bytes: int = 1 << 20
     staging_bytes: int = 64 << 20
     """Of the transfer, each way: what is packed and not yet sent, or arrived and not yet unpacked."""
@@ -72,6 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype}")
         if self.kv_dtype != "auto" and self.kv_dtype not in {d.value for d in KvDtype}:
             raise ValueError(f"kv_dtype {self.kv_dtype} is unknown")
+        if self.quantization not in ("none", "fp8"):
+            raise ValueError(f"quantization must be none or fp8, not {self.quantization}")
         if self.on_ticket_expiry not in ("recompute", "fail"):
             raise ValueError("on_ticket_expiry must be recompute or fail")
         if not 0 <= self.watermark < 1:

@@ -1,7 +1,7 @@
 """A model's fingerprint: the namespace of its KV. Equal KV for equal tokens, or another fingerprint.
 
 SHA-256 over: an XXH3-128 digest of every byte of each weights file, the tokenizer's bytes, and the configuration that shapes the KV
-(RoPE settings among it), without the dtype that the model runs in. Whole files are read: loading reads them anyway, XXH3 keeps
+(RoPE settings among it), without the dtype that the model runs in; quantized weights are others. Whole files are read: loading reads them anyway, XXH3 keeps
 up with memory, and a sample would miss a change to few tensors. It need not withstand an attacker: whoever can write the
 weights decides what the model says. Names, times and places of the files do not count, so it is the same on every machine.
 """
@@ -28,7 +28,7 @@ def fingerprint(
     revision: str = "",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Fingerprint:
-    """`revision` names weights that no file holds. `on_progress` gets bytes read and bytes in all. Raises OSError."""
+    """`revision` names weights that no file holds, or what was made of those that one does. `on_progress` gets bytes read and bytes in all. Raises OSError."""
     paths = tuple(files)
     total = sum(path.stat().st_size for path in paths)
     described = json.dumps(dataclasses.asdict(model), sort_keys=True, separators=(",", ":"))

@@ -49,12 +49,15 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     arithmetic = arithmetic_of(dtype, config.device)
     if arithmetic is not dtype:
         log.info("this processor has no instructions for %s: weights and KV are so, the arithmetic is float32", dtype)
+    if config.quantization == "fp8":
+        check_fp8(config.device, dtype)
     weights = Weights(
         checkpoint.source,
         dtype,
         arithmetic,
         lambda done, total: on_progress("loading weights", done, total),
         config.device,
+        in_8_bits=config.quantization == "fp8",
     )
     try:
         ops, reason = choose_ops(config.device, arithmetic, config.kernels)
@@ -67,7 +70,7 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
         described,
         checkpoint.files,
         tokenizer_bytes(config.model),
-        checkpoint.revision,
+        checkpoint.revision if config.quantization == "none" else f"{checkpoint.revision} {config.quantization}",
         lambda done, total: on_progress("hashing weights", done, total),
     )
     eos = tuple(token for token in checkpoint.eos_token_ids if token < described.vocab_size)
@@ -86,6 +89,16 @@ def arithmetic_of(dtype: torch.dtype, device: str) -> torch.dtype:
     if dtype is torch.float16:
         return dtype if torch.ops.mkldnn._is_mkldnn_fp16_supported() else torch.float32
     return dtype
+
+
+def check_fp8(device: str, dtype: torch.dtype) -> None:
+    """Raises Unsupported where a model of `dtype` cannot have weights in 8 bits."""
+    if device.startswith("cpu"):
+        return
+    if dtype is not torch.bfloat16:
+        raise Unsupported(f"fp8 on {device} goes with bfloat16, not with {str(dtype)[6:]}", "quantization")
+    if device.startswith("cuda") and torch.cuda.get_device_capability(device) < (8, 9):
+        raise Unsupported(f"{device} has no products in 8 bits", "quantization")
 
 
 def _open(config: EngineConfig) -> Checkpoint:

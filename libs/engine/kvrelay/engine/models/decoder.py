@@ -67,7 +67,7 @@ class Layer:
         eps = config.rms_norm_eps
 
         def projection(parts: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Linear:
-            weight = weights.merge(tuple(f"{name}.{part}.weight" for part in parts), rows, columns)
+            weight = weights.factor(tuple(f"{name}.{part}.weight" for part in parts), rows, columns)
             offset = weights.merge(tuple(f"{name}.{part}.bias" for part in parts), rows) if bias else None
             return linear(ops, weight, offset)
 

@@ -3,6 +3,7 @@
 import torch
 
 from kvrelay.kernels.ops import Norm, Ops
+from kvrelay.kernels.scaled import Scaled
 
 PACK_ROWS = 64
 """The batch that packed weights are laid out for: 16 to 1,024 serve 1 to 256 tokens alike (within a tenth), 1 does not."""
@@ -12,7 +13,7 @@ HEAD_COPY_BYTES = 256 << 20
 class Linear:
     """x [T, in] → [T, out], by a weight [out, in]."""
 
-    def __init__(self, ops: Ops, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, ops: Ops, weight: torch.Tensor | Scaled, bias: torch.Tensor | None = None) -> None:
         self._ops = ops
         self._weight = weight
         self._bias = bias
@@ -57,8 +58,10 @@ class PackedLinear(Linear):
         return self(x).to(torch.float32)
 
 
-def linear(ops: Ops, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    return PackedLinear(ops, weight, bias) if _packs(weight) else Linear(ops, weight, bias)
+def linear(ops: Ops, weight: torch.Tensor | Scaled, bias: torch.Tensor | None = None) -> Linear:
+    if isinstance(weight, torch.Tensor) and _packs(weight):
+        return PackedLinear(ops, weight, bias)
+    return Linear(ops, weight, bias)
 
 
 def _packs(weight: torch.Tensor) -> bool:

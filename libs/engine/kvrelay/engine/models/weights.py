@@ -5,7 +5,11 @@ from typing import Protocol
 
 import torch
 
-from kvrelay.engine.models.errors import BadWeights
+from kvrelay.engine.models.errors import BadWeights, UnsupportedModel
+from kvrelay.kernels.scaled import Scaled, quantize
+
+MULTIPLE = 16
+"""What rows and columns of a weight in 8 bits come in: products on a GPU take no others."""
 
 
 class TensorSource(Protocol):
@@ -23,7 +27,8 @@ class TensorSource(Protocol):
 class Weights:
     """What a model is built from. Each tensor is read when it is asked for, so that few are in memory twice.
 
-    Their values are those of `dtype`; they come as `arithmetic`, which holds all of them.
+    Their values are those of `dtype`; they come as `arithmetic`, which holds all of them. With `in_8_bits`, a layer's products
+    get theirs rounded to 8 bits, with a scale for each row.
     """
 
     def __init__(
@@ -33,12 +38,15 @@ class Weights:
         arithmetic: torch.dtype,
         on_progress: Callable[[int, int], None],
         device: torch.device | str = "cpu",
+        *,
+        in_8_bits: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self._source = source
         self._names = frozenset(source.names())
         self._dtype = dtype
         self._arithmetic = arithmetic
+        self._in_8_bits = in_8_bits
         self._taken: set[str] = set()
         self._on_progress = on_progress
 
@@ -67,6 +75,23 @@ class Weights:
     def merge(self, names: tuple[str, ...], rows: tuple[int, ...], *rest: int) -> torch.Tensor:
         """Several tensors, of `rows` rows each, one under the other."""
         return torch.cat([self.take(name, count, *rest) for name, count in zip(names, rows, strict=True)])
+
+    def factor(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int) -> torch.Tensor | Scaled:
+        """What the products of a layer are made with: `merge`, in 8 bits if so asked.
+
+        On a CPU those are widened again: it has no products of 8 bits, and its results are those of the same weights. Raises
+        UnsupportedModel for shapes that are not in 8 bits.
+        """
+        weight = self.merge(names, rows, columns)
+        if not self._in_8_bits:
+            return weight
+        if sum(rows) % MULTIPLE or columns % MULTIPLE:
+            raise UnsupportedModel(
+                f"{' and '.join(names)}: {sum(rows)} x {columns} is no multiple of {MULTIPLE} each way, which fp8 needs",
+                "quantization",
+            )
+        scaled = quantize(weight)
+        return scaled.wide(self._arithmetic) if self.device.type == "cpu" else scaled
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         """Raises BadWeights where tensors are left over that are not `ignored`."""

@@ -70,6 +70,8 @@ class PodSettings(ListenerSettings):
     """auto: on a CPU compiled by numba where it is there, on a GPU triton."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     """Of the weights; dummy: random ones."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: weights in 8 bits (e4m3, a scale an output channel), embedding and output layer aside; half the memory, less exact."""
     frame_bytes: Size = Field(default=1 << 20, ge=1)
     """Of one piece of a KV push."""
     staging_bytes: Size = Field(default=64 << 20, ge=1)
