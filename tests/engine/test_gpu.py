@@ -20,8 +20,11 @@ from kvrelay.engine.gpu.unpack import TritonUnpack
 from kvrelay.engine.loader import LoadedModel, load, load_model
 from kvrelay.engine.messages import PromptComputed, RequestFailed
 from kvrelay.engine.models import layers
+from kvrelay.engine.models.weights import Weights
 from kvrelay.engine.runner import ModelRunner
 from kvrelay.engine.sampler import Sampler
+from kvrelay.kernels.reference import FEW_TOKENS
+from kvrelay.kernels.scaled import quantize
 from kvrelay.kernels.triton import gemv
 from kvrelay.kernels.triton.ops import TritonOps
 from tests.engine.tiny import make, tokens_of
@@ -47,7 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     if DEVICE == "cpu":
         # The interpreter takes programs one by one.
-        monkeypatch.setattr(gemv, "gemv_config", lambda rows, columns, gated: gemv.GemvConfig(256, 64))
+        monkeypatch.setattr(gemv, "gemv_config", lambda *_: gemv.GemvConfig(256, 64))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -207,6 +210,18 @@ def test_whole_prompts_apart(folder: Path) -> None:
     """Short and long ones, chunks and single tokens share steps."""
     requests = requests_of(*[{"temperature": 0.0, "max_tokens": 2}] * 4, lengths=(17, 1, 40, 16))
     gpu, cpu = Bench(on_gpu(folder, whole_from=16)), Bench(on_cpu(folder))
+    gpu.run(requests)
+    cpu.run(requests)
+    assert gpu.tokens() == cpu.tokens()
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_weights_in_8_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps of so few tokens that none is rounded: then float32 shows that the weights are the CPU's."""
+    requests = requests_of(*[{"temperature": 0.0, "max_tokens": 3}] * 3, lengths=(17, 1, 20))
+    cpu = Bench(on_cpu(folder, quantization="fp8"))
+    monkeypatch.setattr(Weights, "factor", lambda self, *named: quantize(self.merge(*named)))
+    gpu = Bench(on_gpu(folder, max_num_batched_tokens=FEW_TOKENS))
     gpu.run(requests)
     cpu.run(requests)
     assert gpu.tokens() == cpu.tokens()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from kvrelay.kernels.ops import Norm
 from kvrelay.kernels.reference import ReferenceOps
+from kvrelay.kernels.scaled import Scaled, quantize
 from tests.kernels.rounding import WIDE, assert_rounded, poison
 from tests.kernels.triton_device import DEVICE, DTYPES, ON_GPU, ULP
 
@@ -205,13 +206,18 @@ def test_nan_stays_in_its_token(by: Callable[..., torch.Tensor]) -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU: kernels that start before the one before has ended")
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_a_chain_in_a_graph(tokens: int) -> None:
+@pytest.mark.parametrize("in_8_bits", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4, 24])
+def test_a_chain_in_a_graph(tokens: int, in_8_bits: bool) -> None:
     """Each kernel waits for the one before, whose programs may still run as its own begin."""
     hidden, inner = 2048, 8192
     dtype = torch.bfloat16
     norm = Norm(torch.rand(hidden, device=DEVICE) + 0.5, torch.tensor(1e-5, device=DEVICE))
-    layers = [(weights(2 * inner, hidden, dtype), weights(hidden, inner, dtype)) for _ in range(8)]
+    layers: list[tuple[torch.Tensor | Scaled, torch.Tensor | Scaled]] = [
+        (weights(2 * inner, hidden, dtype), weights(hidden, inner, dtype)) for _ in range(8)
+    ]
+    if in_8_bits:
+        layers = [(quantize(gate_up), quantize(down)) for gate_up, down in layers]
     x, ops = randn(tokens, hidden, dtype=dtype), TritonOps()
 
     def chain(after: Callable[[], None]) -> torch.Tensor:
