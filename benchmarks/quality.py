@@ -59,6 +59,9 @@ class RoundedInput(layers.Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._inner(quantize(x).wide(x.dtype))
 
+    def unadded(self, x: torch.Tensor) -> torch.Tensor:
+        return self._inner.unadded(quantize(x).wide(x.dtype))
+
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         return self._inner.gated(quantize(x).wide(x.dtype))
 

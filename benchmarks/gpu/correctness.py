@@ -16,6 +16,8 @@ from kvrelay.common.ids import RequestId
 from kvrelay.common.request import EngineRequest, SamplingParams
 from kvrelay.engine.llm import LLM
 from kvrelay.engine.loader.dummy import open_dummy
+from kvrelay.kernels.reference import FEW_TOKENS
+from kvrelay.kernels.scaled import quantize
 
 PROMPTS = [
     "The capital of France is",
@@ -43,17 +45,7 @@ def logits(folder: Path, shape: str, **changes: Any) -> dict[str, Any]:
     Raises AssertionError where ours is over LIMIT times that of transformers in bfloat16, or not finite.
     """
     write_model(folder, shape, **changes)
-    llm = LLM(
-        folder,
-        device="cuda",
-        load_format="dummy",
-        max_model_len=max(LENGTHS) + 64,
-        max_num_batched_tokens=2048,
-        kv_cache_bytes=4 << 30,
-    )
-    generator = torch.Generator().manual_seed(1)
-    vocab = SHAPES[shape]["vocab_size"]
-    prompts = [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in LENGTHS]
+    llm, prompts = _llm(folder, 2048), _prompts(shape)
     prefill = torch.cat([_last_logits(llm, [prompt]) for prompt in prompts])
     decode = _last_logits(llm, prompts)  # all but their last tokens are cached now
     wide, half = (_reference(folder, dtype, prompts) for dtype in (torch.float32, torch.bfloat16))
@@ -62,6 +54,45 @@ def logits(folder: Path, shape: str, **changes: Any) -> dict[str, Any]:
     for name, error in errors.items():
         assert error <= LIMIT * bound, f"{name} {error:.2e} is over {LIMIT} times that of transformers, {bound:.2e}"
     return {**errors, "error_of_transformers": bound, "lengths": LENGTHS, **changes}
+
+
+def logits_in_8_bits(folder: Path, shape: str) -> dict[str, Any]:
+    """The same errors of weights in 8 bits, against transformers with those weights in float32: in steps of so few tokens that these
+    are taken as they are, which transformers in bfloat16 bounds; and in steps of many, where they are rounded to 8 bits too.
+
+    Raises AssertionError as `logits` does; the second is only told.
+    """
+    write_model(folder, shape)
+    prompts = _prompts(shape)
+    wide, half = (_reference(folder, dtype, prompts, in_8_bits=True) for dtype in (torch.float32, torch.bfloat16))
+    bound = _error(half, wide)
+
+    def error(step: int) -> float:
+        llm = _llm(folder, step, quantization="fp8", max_num_seqs=8)
+        return _error(torch.cat([_last_logits(llm, [prompt]) for prompt in prompts]), wide)
+
+    few, many = error(FEW_TOKENS), error(2048)
+    assert few <= LIMIT * bound, f"error {few:.2e} is over {LIMIT} times that of transformers, {bound:.2e}"
+    return {"error": few, "error_of_rounded_tokens": many, "error_of_transformers": bound, "lengths": LENGTHS}
+
+
+def _llm(folder: Path, step: int, **options: Any) -> LLM:
+    """With steps of so many tokens at most."""
+    return LLM(
+        folder,
+        device="cuda",
+        load_format="dummy",
+        max_model_len=max(LENGTHS) + 64,
+        max_num_batched_tokens=step,
+        kv_cache_bytes=4 << 30,
+        **options,
+    )
+
+
+def _prompts(shape: str) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    vocab = SHAPES[shape]["vocab_size"]
+    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
 def _last_logits(llm: LLM, prompts: list[list[int]]) -> torch.Tensor:
@@ -88,15 +119,17 @@ def _last_logits(llm: LLM, prompts: list[list[int]]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _reference(folder: Path, dtype: torch.dtype, prompts: list[list[int]]) -> torch.Tensor:
+def _reference(folder: Path, dtype: torch.dtype, prompts: list[list[int]], *, in_8_bits: bool = False) -> torch.Tensor:
     config = transformers.AutoConfig.from_pretrained(folder)
     checkpoint = open_dummy(folder, 0)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weights = {
-        name: checkpoint.source.read(name, torch.bfloat16, torch.device("cuda")).to(dtype)
-        for name in checkpoint.source.names()
-    }
+
+    def weight(name: str) -> torch.Tensor:
+        found = checkpoint.source.read(name, torch.bfloat16, torch.device("cuda"))
+        return quantize(found).wide(dtype) if in_8_bits and "proj.weight" in name else found.to(dtype)
+
+    weights = {name: weight(name) for name in checkpoint.source.names()}
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)

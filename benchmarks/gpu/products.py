@@ -2,6 +2,7 @@
 
 python -m benchmarks.gpu.products            at the shapes of two models, alone and as a layer has them
 python -m benchmarks.gpu.products --sweep    by other configurations of the kernel; the best of each shape
+python -m benchmarks.gpu.products --fp8      the same of weights in 8 bits, beside torch's products in bfloat16
 """
 
 import argparse
@@ -18,18 +19,23 @@ import triton
 
 from benchmarks.gpu.ops import FLOOR_TB_S, Timing, sets_for, time_us
 from kvrelay.kernels.ops import Norm
+from kvrelay.kernels.scaled import Scaled, quantize
 from kvrelay.kernels.triton.gate import silu_gate
 from kvrelay.kernels.triton.gemv import GemvConfig, gemv, gemv_config
 from kvrelay.kernels.triton.narrow import NarrowConfig, narrow, narrow_config
 from kvrelay.kernels.triton.norm import add_norm
+from kvrelay.kernels.triton.ops import scaled_product
 from kvrelay.kernels.triton.thin import MAX_TOKENS, ThinConfig, thin, thin_config
 
 Config = GemvConfig | ThinConfig | NarrowConfig
+Weight = torch.Tensor | Scaled
 BF16 = torch.bfloat16
 ROUGHLY = 1e-2
 """By how much of the largest a result may differ from the twin's: bfloat16 keeps 8 bits. Tests have the tight bounds."""
 AFTER_FOUR = 4e-2
 """The same, of a product of products."""
+ROUNDED = 0.15
+"""The same, where tokens are rounded to 8 bits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,8 +70,18 @@ class Compared:
         return f"{self.ours}  {tb_s:5.2f} TB/s  torch {self.torch_us:8.2f} us  x {self.torch_us / self.ours.us:5.2f}"
 
 
-def weights(shape: tuple[int, int], count: int) -> list[torch.Tensor]:
-    return [(torch.randn(shape, device="cuda") * shape[1] ** -0.5).to(BF16) for _ in range(count)]
+def weights(shape: tuple[int, int], count: int, fp8: bool) -> list[Weight]:
+    found = ((torch.randn(shape, device="cuda") * shape[1] ** -0.5).to(BF16) for _ in range(count))
+    return [quantize(weight) if fp8 else weight for weight in found]
+
+
+def plain(weights: list[Weight]) -> list[torch.Tensor]:
+    """In bfloat16."""
+    return [weight.wide(BF16) if isinstance(weight, Scaled) else weight for weight in weights]
+
+
+def bytes_of(shape: tuple[int, int], fp8: bool) -> int:
+    return shape[0] * shape[1] * (1 if fp8 else 2)
 
 
 def check(got: torch.Tensor, expected: torch.Tensor, roughly: float = ROUGHLY) -> None:
@@ -74,89 +90,101 @@ def check(got: torch.Tensor, expected: torch.Tensor, roughly: float = ROUGHLY) -
         raise ArithmeticError(f"results are {off.item():.2g} of the largest apart")
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, config: Config | None = None) -> torch.Tensor:
-    config = config or chosen(len(x), tuple(weight.shape), gated)
+def product(x: torch.Tensor, weight: Weight, gated: bool = False, config: Config | None = None) -> torch.Tensor:
+    fp8 = isinstance(weight, Scaled)
+    config = config or chosen(len(x), (len(weight), x.shape[1]), gated, fp8)
+    if config is None:
+        assert isinstance(weight, Scaled)
+        products = scaled_product(x, weight, None)
+        return silu_gate(products) if gated else products
     if isinstance(config, GemvConfig):
         return gemv(x, weight, gated=gated, config=config)
     if isinstance(config, ThinConfig):
         return thin(x, weight, gated=gated, config=config)
+    assert isinstance(weight, torch.Tensor)
     return narrow(x, weight, gated=gated, config=config)
 
 
-def chosen(tokens: int, shape: tuple[int, int], gated: bool = False) -> Config:
+def chosen(tokens: int, shape: tuple[int, int], gated: bool = False, fp8: bool = False) -> Config | None:
+    """None: torch's product of 8 bits."""
     if tokens == 1:
-        return gemv_config(*shape, gated)
-    return thin_config(*shape) if tokens <= MAX_TOKENS else narrow_config(*shape, gated)
+        return gemv_config(*shape, gated, fp8)
+    if tokens <= MAX_TOKENS:
+        return thin_config(*shape)
+    return None if fp8 else narrow_config(*shape, gated)
 
 
-def time_product(tokens: int, name: str, shape: tuple[int, int]) -> Compared:
-    moved = shape[0] * shape[1] * 2
-    sets = weights(shape, sets_for(moved))
+def time_product(tokens: int, name: str, shape: tuple[int, int], fp8: bool = False) -> Compared:
+    moved = bytes_of(shape, fp8)
+    sets = weights(shape, sets_for(moved), fp8)
+    wide = plain(sets)
     x = torch.randn(tokens, shape[1], device="cuda").to(BF16)
     gated = name == "gate_up"
 
     def others(i: int) -> torch.Tensor:
-        products = F.linear(x, sets[i])
+        products = F.linear(x, wide[i])
         return silu_gate(products) if gated else products
 
-    check(product(x, sets[0], gated), others(0))
+    check(product(x, sets[0], gated), others(0), ROUNDED if fp8 and tokens > MAX_TOKENS else ROUGHLY)
     us = time_us(lambda i: product(x, sets[i], gated), len(sets))
     torch_us = time_us(others, len(sets))
-    label = f"product: {name}{' and gate' if gated else ''}"
+    label = f"product: {name}{' and gate' if gated else ''}{', fp8' if fp8 else ''}"
     return Compared(Timing(label, f"T {tokens} {shape[0]} x {shape[1]}", us, moved), torch_us)
 
 
-def time_layers(tokens: int, model: Shapes, **changes: bool) -> Compared:
+def time_layers(tokens: int, model: Shapes, fp8: bool = False, **changes: bool) -> Compared:
     """All products of a layer and both norms, one after the other, each on what the one before gives (attention left out), of so
     many layers that the cache does not hold them. Time and bytes are a layer's."""
-    moved = sum(rows * columns for name, (rows, columns) in shapes_of(model).items() if name != "head") * 2
+    shapes = [shape for name, shape in shapes_of(model).items() if name != "head"]
+    moved = sum(bytes_of(shape, fp8) for shape in shapes)
     count = max(3, sets_for(moved))
-    layers = list(
-        zip(*(weights(shape, count) for name, shape in shapes_of(model).items() if name != "head"), strict=True)
-    )
+    each = [weights(shape, count, fp8) for shape in shapes]
+    layers, wide = list(zip(*each, strict=True)), list(zip(*map(plain, each), strict=True))
     hidden = model.qkv[1]
     norm = Norm(torch.rand(hidden, device="cuda") + 0.5, torch.tensor(1e-5, device="cuda"))
     x, delta = torch.randn(2, tokens, hidden, device="cuda").to(BF16)
     stream = torch.empty_like(x)
 
-    def ours(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        config = dataclasses.replace(chosen(tokens, tuple(weight.shape), gated), **changes)
-        return product(x, weight, gated, config)
+    def ours(x: torch.Tensor, weight: Weight, gated: bool = False) -> torch.Tensor:
+        config = chosen(tokens, (len(weight), x.shape[1]), gated, fp8)
+        return product(x, weight, gated, config and dataclasses.replace(config, **changes))
 
     def others(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
         products = F.linear(x, weight)
         return silu_gate(products) if gated else products
 
     def layer(by: Callable[..., torch.Tensor], i: int) -> torch.Tensor:
-        qkv, output, gate_up, down = layers[i]
+        qkv, output, gate_up, down = (layers if by is ours else wide)[i]
         heads = by(add_norm(stream, delta, norm.weight, norm.eps), qkv)
-        mixed = by(heads.view(-1)[: tokens * output.shape[1]].view(tokens, -1), output)
+        mixed = by(heads.view(-1)[: tokens * model.output[1]].view(tokens, -1), output)
         return by(by(add_norm(stream, mixed, norm.weight, norm.eps), gate_up, True), down)
 
     def from_the_start(by: Callable[..., torch.Tensor]) -> torch.Tensor:
         stream.copy_(x)
         return layer(by, 0)
 
-    check(from_the_start(ours), from_the_start(others), AFTER_FOUR)
+    check(from_the_start(ours), from_the_start(others), ROUNDED if fp8 and tokens > MAX_TOKENS else AFTER_FOUR)
     us, torch_us = time_us(lambda i: layer(ours, i), count), time_us(lambda i: layer(others, i), count)
-    label = "a layer" + "".join(f", not {name}" for name, on in changes.items() if not on)
+    label = "a layer" + ", fp8" * fp8 + "".join(f", not {name}" for name, on in changes.items() if not on)
     return Compared(Timing(label, f"T {tokens} {model.model}", us, moved), torch_us)
 
 
-def timings() -> Iterator[Compared]:
+def timings(fp8: bool) -> Iterator[Compared]:
     for model, tokens in itertools.product(MODELS, (1, 2, 4, 8, 16, 32, 64, 256)):
-        yield time_layers(tokens, model, early=False)
-        yield time_layers(tokens, model)
-    for model, tokens in itertools.product(MODELS, (1, 4, 16, 32, 64)):
+        if chosen(tokens, model.qkv, fp8=fp8) is not None:
+            yield time_layers(tokens, model, fp8, early=False)
+        yield time_layers(tokens, model, fp8)
+    for model, tokens in itertools.product(MODELS, (1, 4, 16, 32, 64, *(256, 2048, 8192) * fp8)):
         for name, shape in shapes_of(model).items():
-            yield time_product(tokens, name, shape)
+            if name != "head" or not fp8:
+                yield time_product(tokens, name, shape, fp8)
 
 
 SHARED_BYTES = 225 << 10
 """That a program's loads on their way may take."""
 
 
-def candidates(tokens: int, shape: tuple[int, int], gated: bool) -> list[Config]:
+def candidates(tokens: int, shape: tuple[int, int], gated: bool, fp8: bool) -> list[Config]:
     """Those of one token that hold 16 to 64 weights a thread; of more, those whose loads fit into the shared memory."""
     rows, columns = shape
     if tokens == 1:
@@ -168,10 +196,10 @@ def candidates(tokens: int, shape: tuple[int, int], gated: bool) -> list[Config]
         ]
     thin_ones = [
         ThinConfig(parts, block_k, stages, ahead=ahead)
-        for parts, block_k, stages in itertools.product((1, 2, 4, 8, 16), (64, 128), (3, 5, 8))
+        for parts, block_k, stages in itertools.product((1, 2, 4, 8, 16), (64, 128, *(256,) * fp8), (3, 5, 8))
         for ahead in (False, True)
         if columns % (parts * block_k) == 0
-        and 80 * block_k * 2 * stages <= SHARED_BYTES
+        and (64 * (1 if fp8 else 2) + 16 * 2) * block_k * stages <= SHARED_BYTES
         and 64 <= parts * (rows // 64) <= 4096
     ]
     padded = max(16, triton.next_power_of_2(tokens))
@@ -187,34 +215,40 @@ def candidates(tokens: int, shape: tuple[int, int], gated: bool) -> list[Config]
         and (taken * (1 + (gated and parts == 1)) + min(block, padded)) * block_k * 2 * stages <= SHARED_BYTES
         and ahead <= columns // parts
     ]
-    return [*thin_ones * (tokens <= MAX_TOKENS), *narrow_ones]
+    return [*thin_ones * (tokens <= MAX_TOKENS), *narrow_ones * (not fp8)]
 
 
-def compile_one(tokens: int, columns: int, gated: bool, config: Config) -> None:
+def compile_one(tokens: int, columns: int, gated: bool, fp8: bool, config: Config) -> None:
     """Into Triton's cache, for any number of rows."""
-    x, weight = (torch.zeros(rows, columns, device="cuda", dtype=BF16) for rows in (tokens, 512))
-    product(x, weight, gated, config)
+    (weight,) = weights((512, columns), 1, fp8)
+    product(torch.zeros(tokens, columns, device="cuda", dtype=BF16), weight, gated, config)
 
 
-def sweep(tokens: int) -> None:
+def sweep(tokens: int, fp8: bool) -> None:
     """Each alone, in a row of others like it."""
-    shapes = [(model.model, name, shape) for model in MODELS for name, shape in shapes_of(model).items()]
+    shapes = [
+        (model.model, name, shape)
+        for model in MODELS
+        for name, shape in shapes_of(model).items()
+        if name != "head" or not fp8
+    ]
     wanted = {
-        (shape[1], name == "gate_up", config)
+        (shape[1], name == "gate_up", fp8, config)
         for _, name, shape in shapes
-        for config in candidates(tokens, shape, name == "gate_up")
+        for config in candidates(tokens, shape, name == "gate_up", fp8)
     }
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=spawn) as pool:
         list(pool.map(compile_one, *zip(*((tokens, *each) for each in wanted), strict=True)))
     for model, name, shape in shapes:
         gated = name == "gate_up"
-        moved = shape[0] * shape[1] * 2
-        sets = weights(shape, sets_for(moved))
+        moved = bytes_of(shape, fp8)
+        sets = weights(shape, sets_for(moved), fp8)
+        wide = plain(sets)
         x = torch.randn(tokens, shape[1], device="cuda").to(BF16)
 
-        def others(i: int, x: torch.Tensor = x, sets: list[torch.Tensor] = sets, gated: bool = gated) -> torch.Tensor:
-            products = F.linear(x, sets[i])
+        def others(i: int, x: torch.Tensor = x, wide: list[torch.Tensor] = wide, gated: bool = gated) -> torch.Tensor:
+            products = F.linear(x, wide[i])
             return silu_gate(products) if gated else products
 
         expected = others(0)
@@ -222,36 +256,39 @@ def sweep(tokens: int) -> None:
         def timed(
             config: Config,
             x: torch.Tensor = x,
-            sets: list[torch.Tensor] = sets,
+            sets: list[Weight] = sets,
             gated: bool = gated,
             expected: torch.Tensor = expected,
         ) -> float:
             check(product(x, sets[0], gated, config), expected)
             return time_us(lambda i: product(x, sets[i], gated, config), len(sets))
 
-        by_config = {
-            config: timed(config) for config in [*candidates(tokens, shape, gated), chosen(tokens, shape, gated)]
-        }
+        own = chosen(tokens, shape, gated, fp8)
+        assert own is not None
+        by_config = {config: timed(config) for config in [*candidates(tokens, shape, gated, fp8), own]}
         print(
             f"{model} {name} {shape}: torch {time_us(others, len(sets)):.2f} us, floor {moved / FLOOR_TB_S / 1e6:.2f}, "
-            f"as chosen {by_config[chosen(tokens, shape, gated)]:.2f} {chosen(tokens, shape, gated)}"
+            f"as chosen {by_config[own]:.2f} {own}"
         )
         ranked = sorted(by_config, key=by_config.__getitem__)
         for config in [*ranked[:6], ranked[len(ranked) // 2], ranked[-1]]:
             print(f"    {by_config[config]:8.2f} us {moved / by_config[config] / 1e6:5.2f} TB/s {config}", flush=True)
-        del sets
+        del sets, wide
         torch.cuda.empty_cache()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--tokens", type=int, default=1, help="of a sweep")
     arguments = parser.parse_args()
+    if arguments.sweep and arguments.fp8 and arguments.tokens > MAX_TOKENS:
+        parser.error(f"products of more than {MAX_TOKENS} tokens in 8 bits are torch's")
     if arguments.sweep:
-        sweep(arguments.tokens)
+        sweep(arguments.tokens, arguments.fp8)
     else:
-        for compared in timings():
+        for compared in timings(arguments.fp8):
             print(compared, flush=True)
             torch.cuda.empty_cache()
 

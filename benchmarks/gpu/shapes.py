@@ -76,7 +76,8 @@ def write_model(folder: Path, shape: str, **changes: Any) -> Path:
 
 
 def weight_bytes(shape: str, *, itemsize: int = 2) -> int:
-    """That a step reads: all of them, of an embedding that is looked up only a few rows."""
+    """That a step reads: all of them, of an embedding that is looked up only a few rows. `itemsize` is that of the layers; scales and
+    norms, less than a thousandth, are left out."""
     config = SHAPES[shape]
     hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
