@@ -95,8 +95,8 @@ def test_a_prefix_is_found_and_changes_nothing(model_dir: Path) -> None:
 
 
 def test_quality(model_dir: Path) -> None:
-    """`benchmarks.quality` found a mean divergence of 0.019 nats over 2,000 tokens, and 0.08 at the 99th percentile: twice that of
-    the mean is the bound for these few, and more than a tenth of it must be there, for the weights to have been rounded."""
+    """`benchmarks.quality` found a mean divergence of 0.0173 nats over 2,044 positions, and nine in ten of the most likely tokens the
+    same: twice the mean is the bound for these few, and more than a tenth of it must be there, for the weights to be rounded."""
     prompt = Tokenizer(model_dir).encode(PROMPT)
     ask = [
         Logits(model_dir, Subject(kind, {"quantization": kind}), kv_cache_bytes=64 << 20) for kind in ("none", "fp8")
@@ -104,6 +104,6 @@ def test_quality(model_dir: Path) -> None:
     plain, fp8 = (logits(prompt) for logits in ask)
     assert len(prompt) > 40
     found = compare([plain], [fp8], [prompt])
-    assert 0.0019 < found.kl_mean < 0.038
+    assert 0.0017 < found.kl_mean < 0.035
     assert found.top1_agreement > 0.8
     assert compare([plain], [plain], [prompt]).kl_max == 0

@@ -71,7 +71,8 @@ class PodSettings(ListenerSettings):
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     """Of the weights; dummy: random ones."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: weights in 8 bits (e4m3, a scale an output channel), embedding and output layer aside; half the memory, less exact."""
+    """fp8: weights in 8 bits (e4m3, a scale an output channel), embedding and output layer aside: less exact, on a GPU half the
+    memory."""
     frame_bytes: Size = Field(default=1 << 20, ge=1)
     """Of one piece of a KV push."""
     staging_bytes: Size = Field(default=64 << 20, ge=1)
