@@ -107,7 +107,9 @@ class Logits:
 
     def __init__(self, model: Path, subject: Subject, **options: Any) -> None:
         with subject.change():
-            self._llm = LLM(model, prefix_caching=False, max_model_len=PIECE + 1, **{**options, **subject.options})
+            # A prompt is one step however slow the machine is: what is rounded depends on it.
+            fixed = {"prefix_caching": False, "max_model_len": PIECE + 1, "max_step_ms": 60_000.0}
+            self._llm = LLM(model, **{**fixed, **options, **subject.options})
 
     def __call__(self, prompt: list[int]) -> torch.Tensor:
         """After each token but the last, float32 [len(prompt) - 1, V]."""
