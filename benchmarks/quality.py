@@ -14,7 +14,7 @@ its kernels give.
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -137,7 +137,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     perplexity: float
 
 
-def compare(reference: list[torch.Tensor], found: list[torch.Tensor], prompts: list[list[int]]) -> Figures:
+def compare(reference: Iterable[torch.Tensor], found: Iterable[torch.Tensor], prompts: list[list[int]]) -> Figures:
     """Logits [T - 1, V] of each prompt."""
     divergences, same, surprises = [], [], []
     for ours, theirs, prompt in zip(found, reference, prompts, strict=True):
@@ -156,11 +156,11 @@ def compare(reference: list[torch.Tensor], found: list[torch.Tensor], prompts: l
 
 
 def measure(model: Path, device: str, dtype: str, prompts: list[list[int]]) -> dict[str, Figures]:
-    def logits(subject: Subject) -> list[torch.Tensor]:
+    def logits(subject: Subject) -> Iterator[torch.Tensor]:
         ask = Logits(model, subject, device=device, dtype=dtype, kv_cache_bytes=64 << 20, max_num_seqs=1)
-        return [ask(prompt) for prompt in prompts]
+        return map(ask, prompts)
 
-    reference = logits(Subject(dtype, {}))
+    reference = list(logits(Subject(dtype, {})))
     found = {dtype: compare(reference, reference, prompts)}
     for subject in subjects(device, dtype):
         found[subject.name] = compare(reference, logits(subject), prompts)
