@@ -151,7 +151,7 @@ async def test_a_snapshot_larger_than_the_pod_is_refused() -> None:
 async def test_events_are_counted() -> None:
     async with running("decode") as pod:
         pod.pod._events.take((stored(1),))
-        registry = pod_registry(pod.engine, pod.pod.state, pod.pod._routes, pod.pod._events, "model")
+        registry = pod_registry(pod.engine, pod.pod.state, pod.pod._routes, pod.pod._events, "model", "decode")
         text = exposition(registry).decode()
         assert "kvrelay_pod_kv_event_batches_total 1.0" in text
         assert "kvrelay_pod_kv_event_batches_dropped_total 0.0" in text

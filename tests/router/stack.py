@@ -40,13 +40,14 @@ async def fronts_of(router: Inference, settings: Settings | None = None) -> Asyn
     settings = settings or Settings()
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
+    registry = CollectorRegistry()
     config = uvicorn.Config(
-        build_app(router, settings, CollectorRegistry()), lifespan="off", log_level="warning", http="httptools"
+        build_app(router, settings, registry), lifespan="off", log_level="warning", http="httptools"
     )
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    rpc = await start_grpc(router, settings)
+    rpc = await start_grpc(router, settings, registry)
     await server.startup(sockets=[listening])
     url = f"http://127.0.0.1:{port}"
     try:

@@ -11,6 +11,7 @@ from google.protobuf import descriptor_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from kvrelay.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge
 from kvrelay.common.rpc import from_rpc_error
@@ -209,7 +210,7 @@ async def test_keys(stub: StubRouter) -> None:
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
 async def test_an_address_of_ipv6(stub: StubRouter) -> None:
-    server = await start_grpc(stub, Settings(host="::1"))
+    server = await start_grpc(stub, Settings(host="::1"), CollectorRegistry())
     try:
         async with grpc.aio.insecure_channel(f"[::1]:{server.port}") as channel:
             info = await inference_pb2_grpc.InferenceStub(channel).GetModelInfo(pb.GetModelInfoRequest())

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import types_pb2 as kvrelay_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvrelay/v1/pod.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\"\x10\n\x0eGetInfoRequest\"\xcc\x01\n\x07PodInfo\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\x04\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\"!\n\x0cWatchRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xc7\x01\n\tPodStatus\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x0f\n\x07\x63redits\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x08 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\x04\x12\x12\n\nnum_blocks\x18\n \x01(\x04\" \n\x0c\x44rainRequest\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"\x0f\n\rDrainResponse\"\x10\n\x0eInspectRequest\"\x89\x02\n\x0fInspectResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\x04\x12\x15\n\rcached_blocks\x18\x04 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12\x18\n\x10num_reservations\x18\x06 \x01(\r\x12\x12\n\nnum_pushes\x18\x07 \x01(\r\x12\x15\n\rstaging_bytes\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x04\x12.\n\x08transfer\x18\n \x01(\x0b\x32\x1c.kvrelay.v1.TransferCounters\"\xe4\x01\n\x10TransferCounters\x12\x1a\n\x12payload_bytes_sent\x18\x01 \x01(\x04\x12\x1e\n\x16payload_bytes_received\x18\x02 \x01(\x04\x12\x12\n\nbytes_sent\x18\x03 \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\x04 \x01(\x04\x12\x1b\n\x13transfers_completed\x18\x05 \x01(\x04\x12\x18\n\x10transfers_failed\x18\x06 \x01(\x04\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\x12 \n\x18payload_bytes_overlapped\x18\x08 \x01(\x04\"\x18\n\x16GetCachedBlocksRequest\"=\n\x0c\x43\x61\x63hedBlocks\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"5\n\x0eSetHoldRequest\x12\r\n\x05point\x18\x01 \x01(\t\x12\x14\n\x0c\x61\x66ter_frames\x18\x02 \x01(\r\"\x11\n\x0fSetHoldResponse*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x32\x96\x03\n\x03Pod\x12:\n\x07GetInfo\x12\x1a.kvrelay.v1.GetInfoRequest\x1a\x13.kvrelay.v1.PodInfo\x12:\n\x05Watch\x12\x18.kvrelay.v1.WatchRequest\x1a\x15.kvrelay.v1.PodStatus0\x01\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponse\x12\x42\n\x07Inspect\x12\x1a.kvrelay.v1.InspectRequest\x1a\x1b.kvrelay.v1.InspectResponse\x12Q\n\x0fGetCachedBlocks\x12\".kvrelay.v1.GetCachedBlocksRequest\x1a\x18.kvrelay.v1.CachedBlocks0\x01\x12\x42\n\x07SetHold\x12\x1a.kvrelay.v1.SetHoldRequest\x1a\x1b.kvrelay.v1.SetHoldResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvrelay/v1/pod.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\"\x10\n\x0eGetInfoRequest\"\xcc\x01\n\x07PodInfo\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\x04\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\"!\n\x0cWatchRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xc7\x01\n\tPodStatus\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x0f\n\x07\x63redits\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x08 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\x04\x12\x12\n\nnum_blocks\x18\n \x01(\x04\" \n\x0c\x44rainRequest\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"\x0f\n\rDrainResponse\"\x10\n\x0eInspectRequest\"\x89\x02\n\x0fInspectResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\x04\x12\x15\n\rcached_blocks\x18\x04 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12\x18\n\x10num_reservations\x18\x06 \x01(\r\x12\x12\n\nnum_pushes\x18\x07 \x01(\r\x12\x15\n\rstaging_bytes\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x04\x12.\n\x08transfer\x18\n \x01(\x0b\x32\x1c.kvrelay.v1.TransferCounters\"\xae\x02\n\x10TransferCounters\x12\x1a\n\x12payload_bytes_sent\x18\x01 \x01(\x04\x12\x1e\n\x16payload_bytes_received\x18\x02 \x01(\x04\x12\x12\n\nbytes_sent\x18\x03 \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\x04 \x01(\x04\x12\x1b\n\x13transfers_completed\x18\x05 \x01(\x04\x12\x18\n\x10transfers_failed\x18\x06 \x01(\x04\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\x12 \n\x18payload_bytes_overlapped\x18\x08 \x01(\x04\x12\x17\n\x0f\x63hecksum_errors\x18\t \x01(\x04\x12\x1b\n\x13transfers_cancelled\x18\n \x01(\x04\x12\x12\n\nlinks_lost\x18\x0b \x01(\x04\"\x18\n\x16GetCachedBlocksRequest\"=\n\x0c\x43\x61\x63hedBlocks\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"5\n\x0eSetHoldRequest\x12\r\n\x05point\x18\x01 \x01(\t\x12\x14\n\x0c\x61\x66ter_frames\x18\x02 \x01(\r\"\x11\n\x0fSetHoldResponse*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x32\x96\x03\n\x03Pod\x12:\n\x07GetInfo\x12\x1a.kvrelay.v1.GetInfoRequest\x1a\x13.kvrelay.v1.PodInfo\x12:\n\x05Watch\x12\x18.kvrelay.v1.WatchRequest\x1a\x15.kvrelay.v1.PodStatus0\x01\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponse\x12\x42\n\x07Inspect\x12\x1a.kvrelay.v1.InspectRequest\x1a\x1b.kvrelay.v1.InspectResponse\x12Q\n\x0fGetCachedBlocks\x12\".kvrelay.v1.GetCachedBlocksRequest\x1a\x18.kvrelay.v1.CachedBlocks0\x01\x12\x42\n\x07SetHold\x12\x1a.kvrelay.v1.SetHoldRequest\x1a\x1b.kvrelay.v1.SetHoldResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.pod_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1253
-  _globals['_ROLE']._serialized_end=1331
+  _globals['_ROLE']._serialized_start=1327
+  _globals['_ROLE']._serialized_end=1405
   _globals['_GETINFOREQUEST']._serialized_start=60
   _globals['_GETINFOREQUEST']._serialized_end=76
   _globals['_PODINFO']._serialized_start=79
@@ -51,15 +51,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INSPECTRESPONSE']._serialized_start=592
   _globals['_INSPECTRESPONSE']._serialized_end=857
   _globals['_TRANSFERCOUNTERS']._serialized_start=860
-  _globals['_TRANSFERCOUNTERS']._serialized_end=1088
-  _globals['_GETCACHEDBLOCKSREQUEST']._serialized_start=1090
-  _globals['_GETCACHEDBLOCKSREQUEST']._serialized_end=1114
-  _globals['_CACHEDBLOCKS']._serialized_start=1116
-  _globals['_CACHEDBLOCKS']._serialized_end=1177
-  _globals['_SETHOLDREQUEST']._serialized_start=1179
-  _globals['_SETHOLDREQUEST']._serialized_end=1232
-  _globals['_SETHOLDRESPONSE']._serialized_start=1234
-  _globals['_SETHOLDRESPONSE']._serialized_end=1251
-  _globals['_POD']._serialized_start=1334
-  _globals['_POD']._serialized_end=1740
+  _globals['_TRANSFERCOUNTERS']._serialized_end=1162
+  _globals['_GETCACHEDBLOCKSREQUEST']._serialized_start=1164
+  _globals['_GETCACHEDBLOCKSREQUEST']._serialized_end=1188
+  _globals['_CACHEDBLOCKS']._serialized_start=1190
+  _globals['_CACHEDBLOCKS']._serialized_end=1251
+  _globals['_SETHOLDREQUEST']._serialized_start=1253
+  _globals['_SETHOLDREQUEST']._serialized_end=1306
+  _globals['_SETHOLDRESPONSE']._serialized_start=1308
+  _globals['_SETHOLDRESPONSE']._serialized_end=1325
+  _globals['_POD']._serialized_start=1408
+  _globals['_POD']._serialized_end=1814
 # @@protoc_insertion_point(module_scope)

@@ -281,6 +281,9 @@ class TransferCounters(_message.Message):
     TRANSFERS_FAILED_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_OVERLAPPED_FIELD_NUMBER: _builtins.int
+    CHECKSUM_ERRORS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_CANCELLED_FIELD_NUMBER: _builtins.int
+    LINKS_LOST_FIELD_NUMBER: _builtins.int
     payload_bytes_sent: _builtins.int
     payload_bytes_received: _builtins.int
     bytes_sent: _builtins.int
@@ -292,6 +295,12 @@ class TransferCounters(_message.Message):
     """from a push's first frame to its acknowledgement, summed"""
     payload_bytes_overlapped: _builtins.int
     """Of the payload sent, what entered the transport before the last chunk's last layer began to compute."""
+    checksum_errors: _builtins.int
+    """frames that were not what was sent"""
+    transfers_cancelled: _builtins.int
+    """given up by the prefill pod: its request was over"""
+    links_lost: _builtins.int
+    """connections to other pods that broke"""
     def __init__(
         self,
         *,
@@ -303,10 +312,13 @@ class TransferCounters(_message.Message):
         transfers_failed: _builtins.int = ...,
         seconds: _builtins.float = ...,
         payload_bytes_overlapped: _builtins.int = ...,
+        checksum_errors: _builtins.int = ...,
+        transfers_cancelled: _builtins.int = ...,
+        links_lost: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "payload_bytes_overlapped", b"payload_bytes_overlapped", "payload_bytes_received", b"payload_bytes_received", "payload_bytes_sent", b"payload_bytes_sent", "seconds", b"seconds", "transfers_completed", b"transfers_completed", "transfers_failed", b"transfers_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "checksum_errors", b"checksum_errors", "links_lost", b"links_lost", "payload_bytes_overlapped", b"payload_bytes_overlapped", "payload_bytes_received", b"payload_bytes_received", "payload_bytes_sent", b"payload_bytes_sent", "seconds", b"seconds", "transfers_cancelled", b"transfers_cancelled", "transfers_completed", b"transfers_completed", "transfers_failed", b"transfers_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -184,6 +184,9 @@ class Driver:
             transfers_failed=counted.transfers_failed,
             seconds=counted.seconds,
             payload_bytes_overlapped=counted.payload_bytes_overlapped,
+            checksum_errors=counted.checksum_errors,
+            transfers_cancelled=counted.transfers_cancelled,
+            links_lost=counted.links_lost,
         )
 
     # Messages.

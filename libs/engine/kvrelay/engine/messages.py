@@ -209,6 +209,9 @@ class TransferCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     transfers_failed: int = 0
     seconds: float = 0.0
     payload_bytes_overlapped: int = 0
+    checksum_errors: int = 0
+    transfers_cancelled: int = 0
+    links_lost: int = 0
 
 
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,7 +76,13 @@ class Router:
         self._background = Background()
         self._metrics = Metrics(registry, self._model.name, settings.policy)
         self._runs: dict[RequestId, Run] = {}
-        self._metrics.watch(lambda: len(self._runs), lambda: len(self._dispatcher.queue))
+        pods = self._dispatcher.pods
+        self._metrics.watch(
+            lambda: len(self._runs),
+            lambda: len(self._dispatcher.queue),
+            {"prefill": lambda: pods.view.num_prefill, "decode": lambda: len(pods.view.decode)},
+            max_waiting=settings.max_queue,
+        )
         self._kv_events: EventReader | None = None
         if policy.reads_prompts:
             self._kv_events = EventReader(
@@ -144,7 +150,7 @@ class Router:
         if self._draining:
             return Readiness(ready=False, reason="the router is draining")
         view = self._dispatcher.pods.view
-        num_prefill = sum(map(len, view.prefill.values()))
+        num_prefill = view.num_prefill
         num_decode = len(view.decode)
         return Readiness(
             ready=bool(view.decode),

@@ -44,7 +44,7 @@ async def serve(settings: RouterSettings, listening: socket.socket) -> None:
     registry = new_registry()
     router = Router(settings, PodDirectory(settings.redis_url, settings.cluster), registry)
     await router.start()
-    rpc = await start_grpc(router, settings)
+    rpc = await start_grpc(router, settings, registry)
     http = _Http(
         uvicorn.Config(
             build_app(router, settings, registry),

@@ -2,17 +2,18 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvrelay.common.errors import KvrelayError
+from kvrelay.common.errors import BY_CODE, KvrelayError
 from kvrelay.common.request import ChoiceDelta, FinishReason
 from kvrelay.router.job import ChoiceEvent, Event, PreparedRequest, PromptEvent, UsageEvent
 from kvrelay.router.placement import Placement
 from kvrelay.router.recovery import Culprit
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _BETWEEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 
 
@@ -37,6 +38,10 @@ class Metrics:
             "kvrelay_router_stale_tokens", "Tokens of attempts that were given up, not taken", registry=registry
         )
         self._ended = functools.cache(self._requests.labels)
+        for status in ("ok", *BY_CODE):
+            self._ended(status)  # an error's first occurrence is an increase as well
+        for culprit in Culprit:
+            self._retries.labels(culprit.value)
         self._decisions = Counter(
             "kvrelay_router_decisions",
             "Choices of pods, by policy and by the part that computes the prompt",
@@ -58,6 +63,8 @@ class Metrics:
             "vllm:request_success", "Choices that finished", ["model_name", "finished_reason"], registry=registry
         )
         self._finished = functools.cache(lambda reason: success.labels(model, reason))
+        for reason in FinishReason:
+            self._finished(reason)
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens sent to clients")
         self._cached_tokens = self._counter("vllm:prompt_tokens_cached", "Prompt tokens that no pod computed")
@@ -69,6 +76,16 @@ class Metrics:
         ).labels(model)
         self.whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token").labels(model)
         self.queued = histogram("vllm:request_queue_time_seconds", "From arrival to the choice of pods").labels(model)
+        self.prefill = histogram(
+            "vllm:request_prefill_time_seconds", "From the choice of pods to the first token"
+        ).labels(model)
+        self.decode = histogram("vllm:request_decode_time_seconds", "From the first token to the last").labels(model)
+        self._prompt_length = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", _TOKENS).labels(
+            model
+        )
+        self._output_length = histogram(
+            "vllm:request_generation_tokens", "Tokens of a request's choices together", _TOKENS
+        ).labels(model)
         self._running = Gauge(
             "vllm:num_requests_running", "Requests that are not finished", ["model_name"], registry=registry
         ).labels(model)
@@ -79,10 +96,28 @@ class Metrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model)
 
-    def watch(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
-        """Asked whenever the metrics are read."""
+    def watch(
+        self,
+        num_running: Callable[[], int],
+        num_waiting: Callable[[], int],
+        num_pods: Mapping[str, Callable[[], int]],
+        *,
+        max_waiting: int,
+    ) -> None:
+        """Asked whenever the metrics are read; `num_pods`: the usable ones, by role."""
+
+        def gauge(name: str, text: str, source: Callable[[], int]) -> None:
+            Gauge(name, text, registry=self.registry).set_function(source)
+
         self._running.set_function(num_running)
         self._waiting.set_function(num_waiting)
+        # Pods have the same under vLLM's names: by these the router's alone can be asked for.
+        gauge("kvrelay_router_running", "Requests that are not finished, waiting ones included", num_running)
+        gauge("kvrelay_router_waiting", "Requests in the queue", num_waiting)
+        gauge("kvrelay_router_queue_limit", "Requests that may wait; more are refused", lambda: max_waiting)
+        pods = Gauge("kvrelay_router_pods", "Pods that this router can use", ["role"], registry=self.registry)
+        for role, source in num_pods.items():
+            pods.labels(role).set_function(source)
 
     def count_retry(self, culprit: Culprit) -> None:
         self._retries.labels(culprit.value).inc()
@@ -109,6 +144,8 @@ class Metrics:
         self._mispredicted.labels("unknown").inc(max(0, actual - predicted))
 
     def count_usage(self, usage: UsageEvent) -> None:
+        self._prompt_length.observe(usage.prompt_tokens)
+        self._output_length.observe(usage.completion_tokens)
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._cached_tokens.inc(usage.cached_tokens)
 
@@ -119,7 +156,8 @@ class Observer:
     def __init__(self, metrics: Metrics, prepared: PreparedRequest) -> None:
         self._metrics = metrics
         self._arrival = prepared.arrival
-        self._placed = False
+        self._placed_at = 0.0
+        self._first_at = 0.0
         self._predicted = 0
         self._last: dict[int, float] = {}
         """Of each choice: when its last token passed."""
@@ -129,9 +167,9 @@ class Observer:
     def placed(self, place: Placement) -> None:
         self._metrics.count_decision(place)
         self._predicted = place.num_predicted_tokens
-        if not self._placed:
-            self._placed = True
-            self._metrics.queued.observe(time.monotonic() - self._arrival)
+        if not self._placed_at:
+            self._placed_at = time.monotonic()
+            self._metrics.queued.observe(self._placed_at - self._arrival)
 
     def retried(self, culprit: Culprit) -> None:
         self._metrics.count_retry(culprit)
@@ -154,7 +192,10 @@ class Observer:
                 self._status = "ok"
                 self._metrics.count_usage(event)
                 self._metrics.count_prediction(self._predicted, event.cached_tokens)
-                self._metrics.whole.observe(time.monotonic() - self._arrival)
+                now = time.monotonic()
+                self._metrics.whole.observe(now - self._arrival)
+                if self._first_at:
+                    self._metrics.decode.observe(now - self._first_at)
             case PromptEvent():
                 pass
 
@@ -164,7 +205,9 @@ class Observer:
         if count:
             self._metrics.count_tokens(count)
             if not self._last:
+                self._first_at = now
                 self._metrics.first_token.observe(now - self._arrival)
+                self._metrics.prefill.observe(now - self._placed_at)
             last = self._last.get(event.choice)
             if last is not None:
                 self._metrics.between.observe((now - last) / count)

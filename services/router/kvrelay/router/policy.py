@@ -51,6 +51,10 @@ class PodsView:
     prefill: Mapping[int, Sequence[Load]] = field(default_factory=dict)
     """By group."""
 
+    @property
+    def num_prefill(self) -> int:
+        return sum(map(len, self.prefill.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class Route:

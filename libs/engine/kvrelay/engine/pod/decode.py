@@ -32,30 +32,34 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: ReserveContext) -> decode_pb2.ReserveResponse:
         answer = decode_pb2.ReserveResponse()
         async with answering(context):
-            self._state.check_accepting()
-            wanted = request_from_proto(request.request)
-            check_request(wanted, self._engine.info)
-            check_id("router_id", request.router_id)
-            router_id = RouterId(request.router_id)
-            # Its tokens may come before this call's answer does.
-            former = self._routes.own(wanted, request.attempt, router_id)
-            try:
-                ticket, answer.num_cached_tokens = await self._engine.reserve(
-                    wanted, request.attempt, router_id, local_prefill=request.local_prefill
-                )
-            except NoCapacity:  # a former attempt has made way all the same
-                self._routes.disown(wanted.request_id)
-                raise
-            except (asyncio.CancelledError, Unavailable):  # no answer yet: the engine may grant it still, to no one
-                self._routes.disown(wanted.request_id)
-                await self._engine.abort((wanted.request_id,))
-                raise
-            except KvrelayError:
-                self._routes.give_back(wanted.request_id, former)
-                raise
-            if ticket is not None:
-                answer.ticket.CopyFrom(ticket_to_proto(ticket))
+            with self._routes.counters.refusing():
+                await self._reserve(request, answer)
         return answer
+
+    async def _reserve(self, request: decode_pb2.ReserveRequest, answer: decode_pb2.ReserveResponse) -> None:
+        self._state.check_accepting()
+        wanted = request_from_proto(request.request)
+        check_request(wanted, self._engine.info)
+        check_id("router_id", request.router_id)
+        router_id = RouterId(request.router_id)
+        # Its tokens may come before this call's answer does.
+        former = self._routes.own(wanted, request.attempt, router_id)
+        try:
+            ticket, answer.num_cached_tokens = await self._engine.reserve(
+                wanted, request.attempt, router_id, local_prefill=request.local_prefill
+            )
+        except NoCapacity:  # a former attempt has made way all the same
+            self._routes.disown(wanted.request_id)
+            raise
+        except (asyncio.CancelledError, Unavailable):  # no answer yet: the engine may grant it still, to no one
+            self._routes.disown(wanted.request_id)
+            await self._engine.abort((wanted.request_id,))
+            raise
+        except KvrelayError:
+            self._routes.give_back(wanted.request_id, former)
+            raise
+        if ticket is not None:
+            answer.ticket.CopyFrom(ticket_to_proto(ticket))
 
     async def Stream(self, request: decode_pb2.StreamRequest, context: StreamContext) -> None:  # type: ignore[override]
         async with answering(context):

@@ -1,11 +1,13 @@
 """A pod's metrics, read from the engine's last stats when they are asked for."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvrelay.common.errors import BY_CODE, Unavailable
 from kvrelay.common.pod.state import PodState
 from kvrelay.common.telemetry import new_registry
 from kvrelay.engine.api import EngineClient
@@ -42,6 +44,9 @@ TRANSFER = {
     "transfers_failed": "Pushes that failed",
     "seconds": "Seconds from a push's first frame to its acknowledgement",
     "payload_bytes_overlapped": "KV bytes sent before the last layer was computed",
+    "checksum_errors": "Frames of KV that were not what was sent",
+    "transfers_cancelled": "Pushes given up because their request was over",
+    "links_lost": "Connections to other pods that broke",
 }
 STORE = {
     "lookups": "Look-ups in the KV store",
@@ -70,15 +75,19 @@ VLLM_COUNTERS = {
 class PodCollector(Collector):
     """The same quantities under `kvrelay_pod_` and, where dashboards know them, under vLLM's names."""
 
-    def __init__(self, engine: EngineClient, state: PodState, routes: Routes, events: EventLog, model: str) -> None:
+    def __init__(
+        self, engine: EngineClient, state: PodState, routes: Routes, events: EventLog, model: str, role: str
+    ) -> None:
         self._engine = engine
         self._state = state
         self._routes = routes
         self._events = events
         self._model = model
+        self._role = role
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
+        yield self._about()
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(f"kvrelay_pod_{name}", text, value=getattr(stats, name))
         for name, text in COUNTERS.items():
@@ -97,8 +106,29 @@ class PodCollector(Collector):
         yield from self._front()
         yield from self._vllm(stats)
 
+    def _about(self) -> Metric:
+        """To join with: which role the others are of. Without a sample until the engine has started."""
+        labels = ("pod_id", "role", "model_name", "transport", "attention")
+        about = GaugeMetricFamily("kvrelay_pod_info", "1: what this pod is", labels=labels)
+        with contextlib.suppress(Unavailable):
+            info = self._engine.info
+            about.add_metric((info.pod_id, self._role, self._model, info.transport, info.attention), 1)
+        return about
+
     def _front(self) -> Iterator[Metric]:
         counters = self._routes.counters
+        yield _by_code("kvrelay_pod_failures", "Requests that this pod took and failed", counters.failures)
+        yield _by_code("kvrelay_pod_refusals", "Requests that this pod did not take", counters.refusals)
+        yield CounterMetricFamily(
+            "kvrelay_pod_revoked_tickets",
+            "Reservations taken back for running requests",
+            value=counters.revoked_tickets,
+        )
+        yield CounterMetricFamily(
+            "kvrelay_pod_recomputed",
+            "Prompts computed here because no push came before the ticket's deadline",
+            value=counters.recomputed,
+        )
         yield GaugeMetricFamily("kvrelay_pod_routers", "Routers with a token stream", value=self._routes.num_routers)
         yield CounterMetricFamily(
             "kvrelay_pod_dropped_deltas", "Outputs that no one waits for", value=counters.dropped_deltas
@@ -135,9 +165,17 @@ class PodCollector(Collector):
         return family
 
 
+def _by_code(name: str, text: str, counts: Mapping[str, int]) -> Metric:
+    """Of every code there is: an error's first occurrence is an increase as well."""
+    family = CounterMetricFamily(name, f"{text}, by the error's code", labels=["code"])
+    for code in BY_CODE:
+        family.add_metric([code], counts.get(code, 0))
+    return family
+
+
 def pod_registry(
-    engine: EngineClient, state: PodState, routes: Routes, events: EventLog, model: str
+    engine: EngineClient, state: PodState, routes: Routes, events: EventLog, model: str, role: str
 ) -> CollectorRegistry:
     registry = new_registry()
-    registry.register(PodCollector(engine, state, routes, events, model))
+    registry.register(PodCollector(engine, state, routes, events, model, role))
     return registry

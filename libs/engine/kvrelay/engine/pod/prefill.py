@@ -24,11 +24,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:  # type: ignore[override]
         async with answering(context):
-            self._state.check_accepting()
-            wanted = request_from_proto(request.request)
-            check_request(wanted, self._engine.info)
-            ticket = ticket_from_proto(request.ticket)
-            check_ticket(ticket, wanted)
+            with self._routes.counters.refusing():
+                self._state.check_accepting()
+                wanted = request_from_proto(request.request)
+                check_request(wanted, self._engine.info)
+                ticket = ticket_from_proto(request.ticket)
+                check_ticket(ticket, wanted)
             route = self._routes.open_prefill(wanted.request_id, ticket.attempt)
             try:
                 await self._engine.prefill(wanted, ticket)

@@ -16,6 +16,7 @@ from kvrelay.common.request import ChoiceDelta, EngineRequest, FinishReason, Pos
 from kvrelay.engine import messages as m
 from kvrelay.engine.api import EngineClient
 from kvrelay.engine.pod import steps
+from kvrelay.engine.pod.counters import Counters
 from kvrelay.engine.pod.kvevents import EventLog
 from kvrelay.engine.pod.outbox import Outbox
 from kvrelay.v1 import decode_pb2, prefill_pb2
@@ -54,13 +55,6 @@ class Owned:
     router_id: RouterId
     attempt: int
     lengths: dict[int, int]
-
-
-class Counters:
-    def __init__(self) -> None:
-        self.dropped_deltas = 0
-        self.slow_streams = 0
-        self.lost_routers = 0
 
 
 class Routes:
@@ -214,6 +208,7 @@ class Routes:
         notices: dict[RouterId, list[m.Notice]] = {}
         first: dict[RequestId, list[ChoiceDelta]] = {}
         for notice in output.notices:
+            self.counters.note(notice.kind)
             owned = self._owned.get(notice.request_id)
             if owned is not None and notice.attempt == owned.attempt:
                 if isinstance(notice.kind, m.RequestFailed):

@@ -177,7 +177,9 @@ class Pod:
         settings = self._settings
         listener = net.listen(settings.host, settings.listen_http)
         self.http_port = listener.getsockname()[1]
-        registry = pod_registry(self._engine, self.state, self._routes, self._events, settings.model_name)
+        registry = pod_registry(
+            self._engine, self.state, self._routes, self._events, settings.model_name, settings.role
+        )
         app = WebApp(self.state, self._engine.dead, lambda: exposition(registry), self._details, settings.token)
         self._web = WebServer(app, listener)
         self._web.start()

@@ -6,6 +6,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
 
 from kvrelay.common import net
 from kvrelay.common.errors import Internal
@@ -36,11 +37,11 @@ class GrpcServer:
         await self.server.stop(grace_seconds)
 
 
-async def start_grpc(router: Inference, settings: GrpcSettings) -> GrpcServer:
-    """Raises Internal if the port cannot be had."""
+async def start_grpc(router: Inference, settings: GrpcSettings, registry: CollectorRegistry) -> GrpcServer:
+    """The front's own metrics are added to `registry`. Raises Internal if the port cannot be had."""
     options = [("grpc.max_receive_message_length", settings.max_body_bytes), ("grpc.so_reuseport", 0)]
     server = grpc.aio.server(options=options)
-    calls = Calls(ApiKeys(settings.api_keys))
+    calls = Calls(ApiKeys(settings.api_keys), registry)
     server.add_generic_rpc_handlers(
         (
             grpc.method_handlers_generic_handler(INFERENCE, InferenceService(router).handlers(calls)),

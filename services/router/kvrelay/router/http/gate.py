@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrelay.common.errors import InvalidRequest, KvrelayError
+from kvrelay.common.errors import BY_CODE, InvalidRequest, KvrelayError
 from kvrelay.router.front import MAX_REQUEST_ID_CHARS, ApiKeys
 from kvrelay.router.http.asgi import ClientGone, header, send_error
 from kvrelay.router.http.errors import error_body
@@ -35,6 +35,8 @@ class FrontMetrics:
         self.errors = Counter(
             "kvrelay_http_errors", "Requests refused or failed, by the error's code.", ("code",), registry=registry
         )
+        for code in BY_CODE:
+            self.errors.labels(code)  # an error's first occurrence is an increase as well
         seconds = Histogram(
             "kvrelay_http_request_seconds",
             "From a request's headers to its answer's last byte.",
