@@ -5,11 +5,13 @@ import pytest
 from kvrelay.common.ids import PodId, RouterId
 from kvrelay.common.pod.state import PodState
 from kvrelay.common.request import ChoiceDelta, FinishReason
+from kvrelay.common.tracing import NoTracer
 from kvrelay.common.wire import delta_from_proto
 from kvrelay.engine import messages as m
 from kvrelay.engine.fake import FakeConfig, FakeEngine
 from kvrelay.engine.pod.kvevents import EventLog
 from kvrelay.engine.pod.routes import Routes
+from kvrelay.engine.pod.tracing import Traces
 from tests.pods.harness import ROUTER, request
 
 pytestmark = pytest.mark.unit
@@ -26,7 +28,7 @@ def delta(attempt: int, index: int, finish: FinishReason | None = None) -> Choic
 
 def routes() -> Routes:
     engine = FakeEngine(FakeConfig(), PodId("p"))
-    return Routes(engine, PodState(), EventLog(engine, ()))
+    return Routes(engine, PodState(), EventLog(engine, ()), Traces(NoTracer()))
 
 
 async def test_decode_streams_have_the_newest_attempt_only() -> None:

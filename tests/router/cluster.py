@@ -31,7 +31,7 @@ from kvrelay.v1 import pod_pb2, pod_pb2_grpc
 
 LONG = tuple(range(1000, 1080))
 """A prompt that is worth a prefill pod."""
-KNOWN = ("priority", "cache_salt", "session", "timeout_ms", "echo")
+KNOWN = ("priority", "cache_salt", "session", "timeout_ms", "echo", "traceparent")
 NO_REDIS = "redis://127.0.0.1:1/0"
 
 

@@ -15,6 +15,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_TOKENS = 256
 MAX_STOP_BYTES = 1024
 MAX_LOGIT_BIAS = 1024
+DEFAULT_TIMEOUT_MS = 600_000
 
 
 class FinishReason(enum.StrEnum):
@@ -158,9 +159,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     priority: int = 0
     """Lower is sooner; equal ones in order of arrival."""
     cache_salt: str = ""
-    timeout_ms: int = 600_000
+    timeout_ms: int = DEFAULT_TIMEOUT_MS
     """What remains of the deadline, on arrival."""
     resume: tuple[ResumedChoice, ...] = ()
+    traced: bool = False
+    """The engine is to say when it did what; no pod says so to another."""
 
 
 class TicketTarget(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
+from kvrelay.common.logs import LogFormat
+
 PREFIX: Final = "KVRELAY_"
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_SIZE: Final = 1 << 60
@@ -88,6 +90,8 @@ class ServiceSettings(BaseSettings):
     """Redis or Valkey; REDIS_URL is read where KVRELAY_REDIS_URL is not set."""
     log_level: LogLevel = "info"
     """What is logged, to standard error."""
+    log_format: LogFormat = "text"
+    """text, or json: one object a line, with the request's and the trace's id where one is concerned."""
 
     @classmethod
     def settings_customise_sources(
@@ -100,6 +104,13 @@ class ServiceSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Only what the constructor is given: `parse` has merged the sources."""
         return (init_settings,)
+
+
+class TracedSettings(ServiceSettings):
+    """What the services have that a request passes."""
+
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://.+")
+    """OpenTelemetry collector that takes traces by OTLP over HTTP: http://HOST:4318; not set: there are none."""
 
 
 def load(kind: type[S], argv: Sequence[str] | None = None, prog: str | None = None) -> S:

@@ -1,24 +1,16 @@
-"""Logs and metrics, the same in every process."""
+"""Metrics, the same in every process."""
 
-import logging
-import sys
+from collections.abc import Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from kvrelay.common.tracing import Tracer
 
 METRICS_TYPE: Final = CONTENT_TYPE_LATEST
-_FORMAT: Final = "%(asctime)s.%(msecs)03d %(levelname)s {service} %(name)s: %(message)s"
-
-
-def configure_logging(service: str, level: str) -> None:
-    """One line a record, on standard error, with the service's name."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(_FORMAT.format(service=service.replace("%", "%%")), "%Y-%m-%dT%H:%M:%S"))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
 def new_registry() -> CollectorRegistry:
@@ -28,6 +20,18 @@ def new_registry() -> CollectorRegistry:
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
     return registry
+
+
+class SpanCollector(Collector):
+    def __init__(self, tracer: Tracer) -> None:
+        self._counters = tracer.counters
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Spans of traces, by what became of them: dropped ones were too many, failed ones the collector did not take"
+        spans = CounterMetricFamily("kvrelay_trace_spans", text, labels=["outcome"])
+        for outcome in ("exported", "failed", "dropped"):
+            spans.add_metric([outcome], getattr(self._counters, outcome))
+        yield spans
 
 
 def exposition(registry: CollectorRegistry) -> bytes:

@@ -11,6 +11,7 @@ from kvrelay.common.errors import InvalidRequest, Unsupported
 from kvrelay.common.ids import Epoch, Fingerprint, PodId, RequestId
 from kvrelay.common.layout import KvDtype, KvGroup, KvGroupKind, KvLayout
 from kvrelay.common.request import (
+    DEFAULT_TIMEOUT_MS,
     ChoiceDelta,
     EngineRequest,
     FinishReason,
@@ -122,15 +123,14 @@ def request_from_proto(message: pb.EngineRequest) -> EngineRequest:
         raise InvalidRequest("request_id is empty", "request_id")
     if message.lora:
         raise Unsupported("lora is not supported", "lora")
-    timeout = {"timeout_ms": message.timeout_ms} if message.timeout_ms else {}
     return EngineRequest(
         request_id=RequestId(message.request_id),
         prompt_token_ids=tuple(message.prompt_token_ids),
         sampling=sampling_from_proto(message.sampling),
         priority=message.priority,
         cache_salt=message.cache_salt,
+        timeout_ms=message.timeout_ms or DEFAULT_TIMEOUT_MS,
         resume=tuple(resumed_from_proto(resumed) for resumed in message.resume),
-        **timeout,
     )
 
 

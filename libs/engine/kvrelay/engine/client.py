@@ -13,6 +13,7 @@ import msgspec
 
 from kvrelay.common.errors import Internal, KvrelayError, Unavailable, error_from
 from kvrelay.common.ids import PodId, RequestId, RouterId
+from kvrelay.common.logs import logging_variables
 from kvrelay.common.request import EngineRequest, Ticket
 from kvrelay.engine import messages as m
 from kvrelay.engine.channel import Channel, ChannelClosed
@@ -80,7 +81,7 @@ class AsyncEngine:
                 "kvrelay.engine.process",
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, "OMP_NUM_THREADS": str(self._threads())},
+                env={**os.environ, **logging_variables(), "OMP_NUM_THREADS": str(self._threads())},
             )
         self._channel = await Channel.open(ours, msgspec.msgpack.Decoder(m.FromEngine))
         self._channel.send(m.Start(config=self._config.to_wire(), pod_id=self._pod_id, kvstore=self._kvstore))

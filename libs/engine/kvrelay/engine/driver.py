@@ -11,6 +11,7 @@ from typing import assert_never
 
 from kvrelay.common.errors import Internal, InvalidRequest, KvrelayError
 from kvrelay.common.ids import PodId, RequestId, RouterId, new_epoch
+from kvrelay.common.logs import about
 from kvrelay.common.request import EngineRequest, Ticket
 from kvrelay.engine import messages as m
 from kvrelay.engine.batch import Batch, Running
@@ -23,6 +24,7 @@ from kvrelay.engine.connector.port import KvStorePort, identity_of, make_connect
 from kvrelay.engine.core import StepUpdate
 from kvrelay.engine.push import Pushes
 from kvrelay.engine.receive import Tickets
+from kvrelay.engine.timeline import Timelines
 from kvrelay.transfer.port import PortConfig, TransferPort
 from kvrelay.transfer.ucx import UcxTransport
 
@@ -53,7 +55,10 @@ class Driver:
         self._compute = compute
         self._changes = changes
         self._pushes = Pushes(port.sender, built.cache, self._push_ended)
-        self._tickets = Tickets(built.engine, port, built.cache, info, self._changed, self._transfer_failed)
+        self._timelines = Timelines()
+        self._tickets = Tickets(
+            built.engine, port, built.cache, info, self._changed, self._timelines.received, self._transfer_failed
+        )
         self._held = False
         """By a test: no step begins."""
         self._work = asyncio.Event()
@@ -62,7 +67,15 @@ class Driver:
         self._store: KvStorePort | None = None
         if connector is not None:
             identity, always = identity_of(built, kvstore), kvstore is not None and kvstore.load == "always"
-            self._store = KvStorePort(built.engine, built.cache, identity, connector, self._changed, load_always=always)
+            self._store = KvStorePort(
+                built.engine,
+                built.cache,
+                identity,
+                connector,
+                self._changed,
+                load_always=always,
+                on_loaded=self._timelines.loaded,
+            )
             self._store.start()
         built.engine.connect(self)
 
@@ -130,6 +143,7 @@ class Driver:
             self._publish(self._engine.drain(), state=batch is None)
             if batch is not None:
                 self._work.set()
+                self._timelines.scheduled(batch)
                 hook = self._pushes.hook(batch)
                 flights.append((batch, await loop.run_in_executor(self._compute, self._engine.launch, batch, hook)))
             if not flights or (batch is not None and len(flights) < self._engine.runner.depth):
@@ -137,6 +151,7 @@ class Driver:
             first, running = flights.popleft()
             result = running.result() if running.done else await loop.run_in_executor(self._compute, running.result)
             update = self._engine.update(first, result)
+            self._timelines.updated(first)
             self._pushes.first_tokens(update.deltas)
             self._publish(update, state=True)
             await self._channel.drain()
@@ -156,7 +171,8 @@ class Driver:
 
     def _publish(self, update: StepUpdate, *, state: bool) -> None:
         """Tokens and news, if there are any, and the state with them; with `state` also the bare state."""
-        notices, self._notices = [*self._notices, *update.notices], []
+        notices = [*self._notices, *update.notices, *self._timelines.over(self._engine.request_ids)]
+        self._notices = []
         cache = self._changes.take()
         if not (update.deltas or notices or cache or state):
             return
@@ -200,6 +216,7 @@ class Driver:
                 self._or_fail(request, lambda: self._prefill(request, ticket), ticket.attempt)
             case m.Submit(request=request, router_id=router_id):
                 self._routers[request.request_id] = router_id
+                self._timelines.begin(request, 0)
                 self._or_fail(request, lambda: self._engine.add(request))
             case m.Abort(request_ids=request_ids):
                 self._abort(request_ids)
@@ -232,16 +249,19 @@ class Driver:
             self._notices.append(m.Notice(request_id=request.request_id, attempt=attempt, kind=kind))
 
     def _reserve(self, message: m.Reserve) -> m.Reserved:
+        request_id = message.request.request_id
+        log.debug("attempt %d: a reservation is asked for", message.attempt, extra=about(request_id))
         try:
             reserved = self._admit(message)
         except KvrelayError:
-            self._forget_router(message.request.request_id)  # a former attempt may have made way
+            self._forget_router(request_id)  # a former attempt may have made way
             raise
-        self._routers[message.request.request_id] = message.router_id
+        self._routers[request_id] = message.router_id
         return reserved
 
     def _admit(self, message: m.Reserve) -> m.Reserved:
         request = message.request
+        self._timelines.begin(request, message.attempt, receives=not message.local_prefill)
         if message.local_prefill:
             found = self._engine.reserve_local(request, message.attempt)
             return m.Reserved(call=message.call, ticket=None, num_cached_tokens=found)
@@ -251,6 +271,13 @@ class Driver:
         return m.Reserved(call=message.call, ticket=ticket, num_cached_tokens=reservation.num_cached)
 
     def _prefill(self, request: EngineRequest, ticket: Ticket) -> None:
+        log.debug(
+            "attempt %d: %d tokens to prefill",
+            ticket.attempt,
+            len(request.prompt_token_ids),
+            extra=about(request.request_id),
+        )
+        self._timelines.begin(request, ticket.attempt, pushes=True)
         seq = self._engine.prefill(request, ticket.attempt)
         try:
             self._pushes.start(request, ticket, seq)
@@ -287,6 +314,8 @@ class Driver:
 
     def _push_ended(self, request_id: RequestId, attempt: int, end: m.PushCompleted | m.PushFailed) -> None:
         self._engine.push_done(request_id)
+        if isinstance(end, m.PushCompleted):
+            self._timelines.pushed(request_id, end.seconds)
         self._notices.append(m.Notice(request_id=request_id, attempt=attempt, kind=end))
         self._changed()
 

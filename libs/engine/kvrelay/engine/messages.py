@@ -267,11 +267,38 @@ class RequestFailed(NoticeKind, frozen=True, kw_only=True):
     message: str
 
 
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Some tokens that were ready at a time."""
+
+    at: float
+    num_tokens: int
+
+
+class Phase(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    start: float
+    end: float
+    chunks: tuple[Chunk, ...] = ()
+
+
+class Timeline(NoticeKind, frozen=True, kw_only=True):
+    """Of a traced request, last: when it was in which phase here, in seconds of this host's monotonic clock."""
+
+    phases: tuple[Phase, ...]
+
+
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId
     attempt: int = 0
     kind: (
-        PrefillStarted | PromptComputed | PushCompleted | PushFailed | TicketRevoked | RecomputeStarted | RequestFailed
+        PrefillStarted
+        | PromptComputed
+        | PushCompleted
+        | PushFailed
+        | TicketRevoked
+        | RecomputeStarted
+        | RequestFailed
+        | Timeline
     )
 
 

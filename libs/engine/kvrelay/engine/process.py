@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from kvrelay.common.errors import Internal, KvrelayError
+from kvrelay.common.logs import LogFormat, configure_logging
 from kvrelay.engine import messages as m
 from kvrelay.engine.channel import Channel, ChannelClosed
 from kvrelay.engine.config import EngineConfig
@@ -71,10 +72,9 @@ async def _until_first(*coroutines: Coroutine[None, None, None]) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(
-        level=os.environ.get("KVRELAY_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s engine %(name)s: %(message)s",
-    )
+    told = os.environ.get
+    form: LogFormat = "json" if told("KVRELAY_LOG_FORMAT") == "json" else "text"
+    configure_logging("kvrelay-engine", told("KVRELAY_LOG_LEVEL", "info"), form)
     with contextlib.suppress(ChannelClosed, KeyboardInterrupt):  # the front is gone, and with it the reason to be here
         asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
 

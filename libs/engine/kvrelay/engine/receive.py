@@ -17,6 +17,7 @@ from collections.abc import Callable
 from kvrelay.common.errors import KvrelayError, TransferFailed
 from kvrelay.common.ids import RequestId
 from kvrelay.common.layout import KvDtype
+from kvrelay.common.logs import about
 from kvrelay.common.request import ChoiceDelta, Ticket, TicketTarget
 from kvrelay.engine.cache import KvCache
 from kvrelay.engine.core import Engine, Reservation
@@ -43,11 +44,13 @@ class Tickets:
         port: TransferPort,
         cache: KvCache,
         info: EngineInfo,
-        on_filled: Callable[[], None],
+        on_change: Callable[[], None],
+        on_filled: Callable[[RequestId], None],
         on_failed: Callable[[RequestId, int, KvrelayError], None],
     ) -> None:
         self.engine = engine
         self.cache = cache
+        self.on_change = on_change
         self.on_filled = on_filled
         self.on_failed = on_failed
         self.vocab_size = info.vocab_size
@@ -93,10 +96,10 @@ class Tickets:
             self._port.receiver.close(granted.ticket)
 
     def _expired(self, request_id: RequestId) -> None:
-        log.warning("the ticket of %s expired", request_id)
+        log.warning("the ticket of %s expired", request_id, extra=about(request_id))
         self.close(request_id)
         self.engine.expire_reservation(request_id)
-        self.on_filled()
+        self.on_change()
 
 
 class ReservationSink:
@@ -116,7 +119,8 @@ class ReservationSink:
             self._check(delta)
         self._tickets.engine.attach(self._reservation.request_id, self._reservation.generation, final.deltas)
         self._tickets.close(self._reservation.request_id)
-        self._tickets.on_filled()
+        self._tickets.on_filled(self._reservation.request_id)
+        self._tickets.on_change()
 
     def _check(self, delta: ChoiceDelta) -> None:
         mine = delta.request_id == self._reservation.request_id and delta.index == 0 and len(delta.token_ids) == 1
@@ -124,5 +128,6 @@ class ReservationSink:
             raise TransferFailed(f"no first token of {self._reservation.request_id}: choice {delta.choice} there")
 
     def failed(self, error: KvrelayError) -> None:
-        log.warning("the transfer of %s failed: %s", self._reservation.request_id, error.message)
+        request_id = self._reservation.request_id
+        log.warning("the transfer of %s failed: %s", request_id, error.message, extra=about(request_id))
         self._tickets.on_failed(self._reservation.request_id, self._reservation.attempt, error)

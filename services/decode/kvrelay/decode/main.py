@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 import uvloop
 
+from kvrelay.common.logs import configure_logging
 from kvrelay.common.settings import load
-from kvrelay.common.telemetry import configure_logging
 from kvrelay.engine.pod.server import serve_pod
 from kvrelay.engine.pod.settings import PodSettings
 
@@ -25,7 +25,7 @@ class DecodeSettings(PodSettings):
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = load(DecodeSettings, argv, PROG)
-    configure_logging(PROG, settings.log_level)
+    configure_logging(PROG, settings.log_level, settings.log_format)
     sys.exit(uvloop.run(serve_pod(settings)))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import uvloop
 
+from kvrelay.common.logs import configure_logging
 from kvrelay.common.settings import load
-from kvrelay.common.telemetry import configure_logging
 from kvrelay.kvstore.server import serve_store
 from kvrelay.kvstore.settings import KvStoreSettings
 
@@ -18,7 +18,7 @@ COLLECT_OBJECTS = 20_000
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = load(KvStoreSettings, argv, PROG)
-    configure_logging(PROG, settings.log_level)
+    configure_logging(PROG, settings.log_level, settings.log_format)
     # What stands now stays: the collector need not walk over it again and again while blocks come and go.
     gc.freeze()
     gc.set_threshold(COLLECT_OBJECTS)

@@ -18,7 +18,9 @@ import msgspec
 
 from kvrelay.common.blocks import extra_keys
 from kvrelay.common.errors import DeadlineExceeded, KvrelayError, Overloaded, Unavailable, error_from
+from kvrelay.common.logs import about
 from kvrelay.common.request import ChoiceDelta, EngineRequest, FinishReason
+from kvrelay.common.tracing import NO_SPAN, Span
 from kvrelay.router import news
 from kvrelay.router.background import Background
 from kvrelay.router.delivery import Delivery
@@ -62,6 +64,10 @@ class Run:
         self._retries = retries
         self._background = background
         self._observer = observer
+        self._span = observer.span
+        self._decoding: Span = NO_SPAN
+        """From the moment when the decode pod has all it needs."""
+        self._about = about(self._id, observer.span.trace_id)
         self._inbox = Inbox()
         self._interruption: KvrelayError | None = None
         self._wait: asyncio.Timeout | None = None
@@ -108,7 +114,8 @@ class Run:
 
     async def _start(self) -> None:
         """A place, a reservation, and a prefill under way."""
-        place = self._placement = await self._place()
+        with self._span.child("queue", attempt=self._attempt + 1):
+            place = self._placement = await self._place()
         self._observer.placed(place)
         self._attempt += 1
         self._decode_speaks = False
@@ -117,18 +124,37 @@ class Run:
         self._group = decode.load.group
         decode.listen(self._id, self._inbox)
         request = self._request()
+        log.debug("attempt %d: %s and %s", self._attempt, prefill or "no prefill pod", decode, extra=self._about)
         reserve = decode.reserve(
-            request, self._attempt, local_prefill=prefill is None, timeout_seconds=self._remaining()
+            request,
+            self._attempt,
+            local_prefill=prefill is None,
+            timeout_seconds=self._remaining(),
+            traceparent=self._span.traceparent,
         )
         try:
-            grant = await self._unless_interrupted(reserve)
+            with self._part("reserve", decode):
+                grant = await self._unless_interrupted(reserve)
         except Overloaded as error:
             raise AttemptFailed(error, Culprit.ROOM) from error
         except KvrelayError as error:
             raise AttemptFailed(error, Culprit.DECODE) from error
         if prefill is not None and grant is not None:
-            call = prefill.prefill(grant, self._inbox, timeout_seconds=self._remaining())
+            span = self._part("prefill", prefill)
+            call = prefill.prefill(grant, self._inbox, timeout_seconds=self._remaining(), span=span)
             self._prefill = asyncio.create_task(call, name=f"prefill {self._id}")
+        else:
+            self._decoding = self._part("decode", decode)
+
+    def _part(self, name: str, pod: Pod) -> Span:
+        return self._span.child(name, "client", attempt=self._attempt, pod=pod.record.pod_id)
+
+    def _hand_over(self) -> None:
+        """To the decode pod: it has all it needs."""
+        if not self._decode_speaks:
+            self._decode_speaks = True
+            if self._decoding is NO_SPAN and self._placement is not None:
+                self._decoding = self._part("decode", self._placement.decode)
 
     async def _place(self) -> Placement:
         asked = self._prepared.request
@@ -193,21 +219,21 @@ class Run:
                     self._placement.computed_here(cached)
                 return self._delivery.note_prompt(cached, logprobs)
             case news.PushCompleted():
-                self._decode_speaks = True
+                self._hand_over()
                 if self._placement is not None:
                     self._placement.pushed()
             case news.PrefillFailed(error=error):
                 if not (self._decode_speaks and self._delivery.prompt_known):
                     raise AttemptFailed(error, Culprit.PREFILL)
             case news.RecomputeStarted():
-                self._decode_speaks = True
+                self._hand_over()
                 self._end_prefill()
             case news.TicketVoid(error=error):
                 raise AttemptFailed(error, Culprit.TICKET)
         return ()
 
     def _take_decoded(self, delta: ChoiceDelta) -> list[Event]:
-        self._decode_speaks = True
+        self._hand_over()
         self._note_computed()
         if delta.finish_reason is not None:
             self._decode_finished.add(delta.choice)
@@ -249,7 +275,10 @@ class Run:
         else:
             self._failures += 1
             pause = self._retries.pause_seconds(self._failures, failure)
-        log.info("attempt %d of %s: %s: %s", self._attempt, self._id, failure.culprit, failure.error.message)
+        what = failure.error.message
+        log.info("attempt %d of %s: %s: %s", self._attempt, self._id, failure.culprit, what, extra=self._about)
+        self._decoding.end(failure.error)
+        self._decoding = NO_SPAN
         self._observer.retried(failure.culprit)
         self._give_up_placement(failure.culprit)
         self._delivery.restart()
@@ -277,6 +306,7 @@ class Run:
 
     def _leave(self) -> None:
         """For good. Where the decode pod did not end the request by itself, both pods are told."""
+        self._decoding.end()
         clean = len(self._decode_finished) == self._prepared.request.sampling.n
         decode = self._kept or (self._placement.decode if self._placement is not None else None)
         if clean and self._prefill is not None:

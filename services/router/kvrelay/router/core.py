@@ -6,6 +6,7 @@ generate: queue ──▶ policy ──▶ attempts on pods ──▶ tokens onc
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -14,7 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.errors import Cancelled, Draining, InvalidRequest, KvrelayError, ModelNotFound
 from kvrelay.common.ids import Fingerprint, RequestId, RouterId
+from kvrelay.common.logs import about
+from kvrelay.common.telemetry import SpanCollector
 from kvrelay.common.text import ChoiceText, StopPatterns
+from kvrelay.common.tracing import Span, make_tracer
 from kvrelay.router.attempt import Run
 from kvrelay.router.background import Background
 from kvrelay.router.costs import Costs
@@ -34,6 +38,9 @@ from kvrelay.router.recovery import Retries
 from kvrelay.router.settings import RouterSettings
 from kvrelay.router.snapshots import Snapshots
 
+log = logging.getLogger(__name__)
+
+SERVICE = "kvrelay-router"
 MAX_NAME_CHARS = 200
 """Of a client's own words in a message."""
 INLINE_TOKENS = 1000
@@ -44,7 +51,7 @@ class Router:
     """See `kvrelay.router.job.Inference`. `start` once, then anything in any number at once, `close` once."""
 
     def __init__(self, settings: RouterSettings, directory: Directory, registry: CollectorRegistry) -> None:
-        """Raises Internal where the model's folder, or a certificate, cannot be read."""
+        """Raises Internal where the model's folder, or a certificate, cannot be read, and where OpenTelemetry is missing."""
         self.router_id = RouterId(f"router-{secrets.token_hex(6)}")
         self._model = ServedModel(settings.model, settings.model_name)
         self._created = int(time.time())
@@ -75,6 +82,8 @@ class Router:
         self._retries = Retries(settings.max_failures)
         self._background = Background()
         self._metrics = Metrics(registry, self._model.name, settings.policy)
+        self._tracer = make_tracer(settings.otlp_endpoint, SERVICE, self.router_id, settings.trace_sample_ratio)
+        registry.register(SpanCollector(self._tracer))
         self._runs: dict[RequestId, Run] = {}
         pods = self._dispatcher.pods
         self._metrics.watch(
@@ -118,6 +127,7 @@ class Router:
         if self._kv_events is not None:
             await self._kv_events.stop()
         await self._dispatcher.close()
+        await self._tracer.close()
 
     def models(self) -> tuple[ModelInfo, ...]:
         return (self.model_info(),)
@@ -170,7 +180,10 @@ class Router:
         request_id = prepared.request_id
         if request_id in self._runs:
             raise InvalidRequest(f"a request {request_id!r} is running already", "request_id")
-        observer = Observer(self._metrics, prepared)
+        span = self._span(prepared)
+        observer = Observer(self._metrics, prepared, span)
+        whose = about(prepared.request.request_id, span.trace_id)
+        log.debug("%s: %d prompt tokens", request_id, len(prepared.request.prompt_token_ids), extra=whose)
         run = self._runs[request_id] = self._run(prepared, observer)
         self._idle.clear()
         try:
@@ -183,9 +196,24 @@ class Router:
             raise
         finally:
             observer.ended()
+            log.debug("%s ended: %s", request_id, observer.status, extra=whose)
             del self._runs[request_id]
             if not self._runs:
                 self._idle.set()
+
+    def _span(self, prepared: PreparedRequest) -> Span:
+        """Of the whole request, from its arrival on; what went before this call was its preparation."""
+        arrival = prepared.arrival
+        span = self._tracer.parent(prepared.input.traceparent).child(
+            "request",
+            "server",
+            arrival,
+            request_id=prepared.request.request_id,
+            client_request_id=prepared.request_id,
+            gen_ai__request__model=self._model.name,
+        )
+        span.child("prepare", start=arrival, end=time.monotonic())
+        return span
 
     def _run(self, prepared: PreparedRequest, observer: Observer) -> Run:
         sampling = prepared.request.sampling

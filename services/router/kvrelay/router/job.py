@@ -42,6 +42,8 @@ class GenerateInput(msgspec.Struct, frozen=True, kw_only=True):
     timeout_ms: int | None = None
     add_special_tokens: bool = True
     echo: bool = False
+    traceparent: str = ""
+    """W3C's, of the trace that it is a part of; empty: none."""
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,8 +15,9 @@ import uvloop
 from kvrelay.common import net
 from kvrelay.common.discovery import PodDirectory
 from kvrelay.common.errors import KvrelayError
+from kvrelay.common.logs import configure_logging
 from kvrelay.common.settings import load
-from kvrelay.common.telemetry import configure_logging, new_registry
+from kvrelay.common.telemetry import new_registry
 from kvrelay.router.core import Router
 from kvrelay.router.grpcfront import start_grpc
 from kvrelay.router.http import build_app
@@ -24,6 +25,7 @@ from kvrelay.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
+PROG = "kvrelay-router"
 CLOSE_SECONDS = 2.0
 """For what is left of HTTP and gRPC after the drain."""
 
@@ -71,13 +73,13 @@ async def serve(settings: RouterSettings, listening: socket.socket) -> None:
 
 
 def main() -> None:
-    settings = load(RouterSettings, prog="kvrelay-router")
-    configure_logging("router", settings.log_level)
+    settings = load(RouterSettings, prog=PROG)
+    configure_logging(PROG, settings.log_level, settings.log_format)
     try:
         with net.listen(settings.host, settings.http_port) as listening:
             uvloop.run(serve(settings, listening))
     except (KvrelayError, OSError, ValueError) as error:
-        print(f"kvrelay-router: {error}", file=sys.stderr)
+        print(f"{PROG}: {error}", file=sys.stderr)
         raise SystemExit(1) from error
 
 

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvrelay.common.errors import BY_CODE, KvrelayError
 from kvrelay.common.request import ChoiceDelta, FinishReason
+from kvrelay.common.tracing import NO_SPAN, Span
 from kvrelay.router.job import ChoiceEvent, Event, PreparedRequest, PromptEvent, UsageEvent
 from kvrelay.router.placement import Placement
 from kvrelay.router.recovery import Culprit
@@ -153,7 +154,9 @@ class Metrics:
 class Observer:
     """Sees one request go by."""
 
-    def __init__(self, metrics: Metrics, prepared: PreparedRequest) -> None:
+    def __init__(self, metrics: Metrics, prepared: PreparedRequest, span: Span = NO_SPAN) -> None:
+        self.span = span
+        """Of the whole request."""
         self._metrics = metrics
         self._arrival = prepared.arrival
         self._placed_at = 0.0
@@ -161,8 +164,9 @@ class Observer:
         self._predicted = 0
         self._last: dict[int, float] = {}
         """Of each choice: when its last token passed."""
-        self._status = "cancelled"
+        self.status = "cancelled"
         """Unless something else becomes of it: its client leaves."""
+        self._error: KvrelayError | None = None
 
     def placed(self, place: Placement) -> None:
         self._metrics.count_decision(place)
@@ -179,18 +183,26 @@ class Observer:
         self._metrics.count_stale(len(delta.token_ids))
 
     def failed(self, error: KvrelayError) -> None:
-        self._status = error.code
+        self.status = error.code
+        self._error = error
 
     def ended(self) -> None:
-        self._metrics.count_end(self._status)
+        self._metrics.count_end(self.status)
+        self.span.note(status=self.status)
+        self.span.end(self._error)
 
     def see(self, event: Event) -> None:
         match event:
             case ChoiceEvent():
                 self._see_choice(event)
             case UsageEvent():
-                self._status = "ok"
+                self.status = "ok"
                 self._metrics.count_usage(event)
+                self.span.note(
+                    gen_ai__usage__input_tokens=event.prompt_tokens,
+                    gen_ai__usage__output_tokens=event.completion_tokens,
+                    cached_tokens=event.cached_tokens,
+                )
                 self._metrics.count_prediction(self._predicted, event.cached_tokens)
                 now = time.monotonic()
                 self._metrics.whole.observe(now - self._arrival)
@@ -206,6 +218,7 @@ class Observer:
             self._metrics.count_tokens(count)
             if not self._last:
                 self._first_at = now
+                self.span.event("first token")
                 self._metrics.first_token.observe(now - self._arrival)
                 self._metrics.prefill.observe(now - self._placed_at)
             last = self._last.get(event.choice)

@@ -16,12 +16,13 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
-from kvrelay.common.access import PodAccess
+from kvrelay.common.access import Metadata, PodAccess
 from kvrelay.common.discovery import PodRecord
 from kvrelay.common.errors import Cancelled, DeadlineExceeded, Internal, KvrelayError, StaleEpoch, Unavailable
 from kvrelay.common.ids import RequestId, RouterId
 from kvrelay.common.request import EngineRequest
 from kvrelay.common.rpc import CHANNEL_OPTIONS, called, from_rpc_error
+from kvrelay.common.tracing import NO_SPAN, TRACEPARENT, Span
 from kvrelay.common.wire import delta_from_proto, request_to_proto
 from kvrelay.router.inbox import Inbox
 from kvrelay.router.load import Load, Report
@@ -205,7 +206,13 @@ class Pod:
             raise Unavailable(f"{self} was lost: {self._lost.message}")
 
     async def reserve(
-        self, request: EngineRequest, attempt: int, *, local_prefill: bool, timeout_seconds: float
+        self,
+        request: EngineRequest,
+        attempt: int,
+        *,
+        local_prefill: bool,
+        timeout_seconds: float,
+        traceparent: str = "",
     ) -> Grant | None:
         """None: the pod computes the prompt itself. Raises what the pod says, and Unavailable where it does not answer in time."""
         self._check_connected()
@@ -214,7 +221,8 @@ class Pod:
         )
         timeout = min(timeout_seconds, RESERVE_SECONDS)
         try:
-            answer = await uncancelled(called(self._decode.Reserve(message, timeout=timeout, metadata=self._metadata)))
+            metadata = self._about(traceparent)
+            answer = await uncancelled(called(self._decode.Reserve(message, timeout=timeout, metadata=metadata)))
         except DeadlineExceeded as error:
             raise Unavailable(f"{self} does not answer") from error
         if local_prefill:
@@ -223,17 +231,25 @@ class Pod:
             raise Internal(f"{self} granted no ticket")
         return Grant(message.request, answer.ticket)
 
-    async def prefill(self, grant: Grant, inbox: Inbox, *, timeout_seconds: float) -> None:
-        """Until the push has ended; what happens, failure included, comes to the inbox. Cancelling it aborts the request there."""
+    def _about(self, traceparent: str) -> Metadata:
+        return (*self._metadata, (TRACEPARENT, traceparent)) if traceparent else self._metadata
+
+    async def prefill(self, grant: Grant, inbox: Inbox, *, timeout_seconds: float, span: Span = NO_SPAN) -> None:
+        """Until the push has ended; what happens, failure included, comes to the inbox. Cancelling it aborts the request there.
+
+        `span` is this call's, and ends with it.
+        """
         message = prefill_pb2.PrefillRequest(request=grant.request, ticket=grant.ticket)
         attempt = grant.ticket.attempt
         try:
-            self._check_connected()
-            call = self._prefill.Prefill(message, timeout=timeout_seconds, metadata=self._metadata)
-            try:
-                await uncancelled(self._read_prefill(call, attempt, inbox))
-            finally:
-                call.cancel()
+            with span:
+                self._check_connected()
+                metadata = self._about(span.traceparent)
+                call = self._prefill.Prefill(message, timeout=timeout_seconds, metadata=metadata)
+                try:
+                    await uncancelled(self._read_prefill(call, attempt, inbox))
+                finally:
+                    call.cancel()
         except KvrelayError as error:
             inbox.put(PrefillFailed(attempt, error))
 

@@ -7,13 +7,13 @@ from typing import Self
 from pydantic import Field, SecretStr, model_validator
 
 from kvrelay.common.access import PodAccess, token_option
-from kvrelay.common.settings import ServiceSettings, Size
+from kvrelay.common.settings import Size, TracedSettings
 from kvrelay.router.policies import PolicyName
 
 MAX_KEY_FILE_BYTES = 1 << 20
 
 
-class RouterSettings(ServiceSettings):
+class RouterSettings(TracedSettings):
     """Takes requests by HTTP and gRPC, and has the pods of its cluster serve them."""
 
     model: Path
@@ -54,6 +54,8 @@ class RouterSettings(ServiceSettings):
     """Failed attempts after which a request is given up."""
     unavailable_after_ms: int = Field(default=5000, ge=1)
     """A request that waits while no pod is alive is told so after this."""
+    trace_sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """With --otlp-endpoint: the share of requests that are traced, of those whose client says nothing of it by a traceparent header."""
     drain_ms: int = Field(default=30_000, ge=0)
     """On SIGTERM, how long requests may take to end."""
 

@@ -18,7 +18,7 @@ from concurrent.futures import Executor
 
 from kvrelay.common.blocks import SPAN
 from kvrelay.common.errors import NoCapacity
-from kvrelay.common.ids import BlockId
+from kvrelay.common.ids import BlockId, RequestId
 from kvrelay.common.tasks import end_task, outlast
 from kvrelay.engine.connector.base import Connector, Load, Run, Stored
 from kvrelay.engine.connector.copies import Copier
@@ -29,6 +29,14 @@ log = logging.getLogger(__name__)
 
 _BELIEF = 0.2
 """How much the newest measurement of a look-up's time is believed."""
+
+
+OnLoaded = Callable[[RequestId, float, int], None]
+"""Is told of a load that has ended: whose it was, since when it ran, and the tokens that it brought."""
+
+
+def not_told(request_id: RequestId, since: float, num_tokens: int) -> None:
+    """Nobody wants to know."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,6 +64,7 @@ class Loads:
         copier: Copier,
         thread: Executor,
         on_change: Callable[[], None],
+        on_loaded: OnLoaded,
         *,
         always: bool,
     ) -> None:
@@ -67,6 +76,7 @@ class Loads:
         self._copier = copier
         self._thread = thread
         self._on_change = on_change
+        self._on_loaded = on_loaded
         self._always = always
         self._look_up_seconds = 0.001
         """A guess until the first."""
@@ -158,6 +168,7 @@ class Loads:
         self.counters.hits += seq.num_computed > first * SPAN
         self.counters.tokens += seq.num_computed - first * SPAN
         self.counters.seconds += time.monotonic() - started
+        self._on_loaded(seq.request.request_id, started, seq.num_computed - first * SPAN)
 
     def _wanted(self, seq: Sequence) -> bool:
         return seq.state is State.LOADING

@@ -16,7 +16,7 @@ from kvrelay.engine.connector.base import Connector
 from kvrelay.engine.connector.chained import ConnectorChain
 from kvrelay.engine.connector.copies import Copier
 from kvrelay.engine.connector.kvstore import KvStoreAccess, KvStoreConnector
-from kvrelay.engine.connector.loads import Loads
+from kvrelay.engine.connector.loads import Loads, OnLoaded, not_told
 from kvrelay.engine.connector.stores import Stores
 from kvrelay.engine.convert import storage
 from kvrelay.engine.core import Engine
@@ -78,6 +78,7 @@ class KvStorePort:
         on_change: Callable[[], None],
         *,
         load_always: bool = False,
+        on_loaded: OnLoaded = not_told,
     ) -> None:
         """`load_always`: also what it would take less time to compute."""
         self._connector = connector
@@ -85,7 +86,7 @@ class KvStorePort:
         # One for each way: a load does not wait for what is being stored.
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("load", "store")]
         copier = Copier(cache, identity)
-        self._loads = Loads(engine, connector, copier, self._threads[0], on_change, always=load_always)
+        self._loads = Loads(engine, connector, copier, self._threads[0], on_change, on_loaded, always=load_always)
         self._stores = Stores(engine, connector, copier, self._threads[1], on_change)
         self._on_change = on_change
         self._said = KvStoreCounters()

@@ -15,6 +15,7 @@ from kvrelay.engine.fake.config import FakeConfig
 from kvrelay.engine.fake.link import Arrival
 from kvrelay.engine.fake.tokens import Speaker, prompt_logprobs
 from kvrelay.engine.fake.work import NO_ROUTER, Stage, Work, blocks_needed
+from kvrelay.engine.timeline import Timelines
 
 _MAX_ATTEMPTS = 4096
 _ACTIVE = (Stage.WAITING, Stage.COMPUTING, Stage.RUNNING)
@@ -38,6 +39,7 @@ class FakeCore:
         self._held_blocks = 0
         self._deltas: list[ChoiceDelta] = []
         self._notices: list[m.Notice] = []
+        self._timelines = Timelines()
         self._stats = m.EngineStats(transfer=self.counters)
 
     def open(self, info: m.EngineInfo, address: bytes) -> None:
@@ -53,6 +55,7 @@ class FakeCore:
     def reserve(self, request: EngineRequest, attempt: int, router_id: RouterId, local_prefill: bool) -> Work:
         """Raises NoCapacity, StaleEpoch."""
         request_id = request.request_id
+        self._timelines.begin(request, attempt, receives=not local_prefill)
         highest = self._attempts.get(request_id, -1)
         known = self.works.get(request_id)
         if attempt < highest:
@@ -79,6 +82,7 @@ class FakeCore:
         if (known := self.works.get(request.request_id)) is not None:
             self.drop(known)
         attempt = 0 if ticket is None else ticket.attempt
+        self._timelines.begin(request, attempt, pushes=ticket is not None)
         self.works[request.request_id] = self._new(request, Stage.WAITING, attempt=attempt, ticket=ticket)
 
     def drop(self, work: Work) -> None:
@@ -157,6 +161,7 @@ class FakeCore:
         if named != (ticket.epoch, ticket.generation, ticket.targets[0].ticket_bits):
             raise StaleEpoch(f"the ticket of {arrival.request_id} is no longer good")
         work.stage = Stage.RUNNING
+        self._timelines.received(arrival.request_id)
         work.adopt(arrival.deltas)
         self._deltas += arrival.deltas
         self._cache.insert(work.request)
@@ -167,6 +172,8 @@ class FakeCore:
 
     def push_ended(self, work: Work, end: m.PushCompleted | m.PushFailed) -> None:
         work.push = None
+        if isinstance(end, m.PushCompleted):
+            self._timelines.pushed(work.request.request_id, end.seconds)
         self.drop(work)
         self.notify(work.request.request_id, work.attempt, end)
         counters = self.counters
@@ -206,6 +213,7 @@ class FakeCore:
             elif work.stage is Stage.RUNNING and self.hold != "decode":
                 self._advance(work)
         self._count(num_steps=1)
+        self._notices += self._timelines.over(self.works)
         output = m.StepOutput(
             deltas=tuple(self._deltas),
             notices=tuple(self._notices),
@@ -233,9 +241,11 @@ class FakeCore:
         if work.pushes and not work.started:
             self.notify(request.request_id, work.attempt, m.PrefillStarted(num_cached_tokens=work.num_cached))
         work.started = True
+        self._timelines.computing(request.request_id)
         count = min(budget, work.num_prompt - work.num_computed)
         work.num_computed += count
         self._count(computed_tokens=count)
+        self._timelines.computed(request.request_id, count, last=work.num_computed == work.num_prompt)
         if work.num_computed < work.num_prompt:
             return count
         self._cache.insert(work.request)

@@ -1,19 +1,25 @@
 """The Decode service: reservations, and one stream of tokens a router."""
 
 import asyncio
+import logging
 
 import grpc.aio
 
 from kvrelay.common.errors import KvrelayError, NoCapacity, Unavailable
 from kvrelay.common.ids import RequestId, RouterId
+from kvrelay.common.logs import about
 from kvrelay.common.pod.state import PodState
 from kvrelay.common.rpc import answering
+from kvrelay.common.tracing import Span
 from kvrelay.common.wire import request_from_proto, ticket_to_proto
 from kvrelay.engine.api import EngineClient
 from kvrelay.engine.pod import steps
 from kvrelay.engine.pod.routes import Routes
+from kvrelay.engine.pod.tracing import Traces
 from kvrelay.engine.pod.validate import check_id, check_request
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 MAX_STEPS_TOGETHER = 32
 """In one message, for a router that has not taken the former one yet: what it costs to read one is then shared."""
@@ -24,24 +30,30 @@ AbortContext = grpc.aio.ServicerContext[decode_pb2.AbortRequest, decode_pb2.Abor
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    def __init__(self, engine: EngineClient, state: PodState, routes: Routes) -> None:
+    def __init__(self, engine: EngineClient, state: PodState, routes: Routes, traces: Traces) -> None:
         self._engine = engine
         self._state = state
         self._routes = routes
+        self._traces = traces
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: ReserveContext) -> decode_pb2.ReserveResponse:
         answer = decode_pb2.ReserveResponse()
         async with answering(context):
-            with self._routes.counters.refusing():
-                await self._reserve(request, answer)
+            caller = self._traces.caller(context)
+            with caller.child("reserve", "server") as span, self._routes.counters.refusing():
+                span.note(request_id=request.request.request_id, attempt=request.attempt)
+                await self._reserve(request, answer, caller)
         return answer
 
-    async def _reserve(self, request: decode_pb2.ReserveRequest, answer: decode_pb2.ReserveResponse) -> None:
+    async def _reserve(
+        self, request: decode_pb2.ReserveRequest, answer: decode_pb2.ReserveResponse, caller: Span
+    ) -> None:
         self._state.check_accepting()
         wanted = request_from_proto(request.request)
         check_request(wanted, self._engine.info)
         check_id("router_id", request.router_id)
         router_id = RouterId(request.router_id)
+        wanted = self._traces.follow(wanted, request.attempt, caller)
         # Its tokens may come before this call's answer does.
         former = self._routes.own(wanted, request.attempt, router_id)
         try:
@@ -58,6 +70,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         except KvrelayError:
             self._routes.give_back(wanted.request_id, former)
             raise
+        found = answer.num_cached_tokens
+        whose = about(wanted.request_id, caller.trace_id)
+        log.debug("attempt %d is admitted, %d tokens are cached", request.attempt, found, extra=whose)
         if ticket is not None:
             answer.ticket.CopyFrom(ticket_to_proto(ticket))
 

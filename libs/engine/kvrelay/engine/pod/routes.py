@@ -19,6 +19,7 @@ from kvrelay.engine.pod import steps
 from kvrelay.engine.pod.counters import Counters
 from kvrelay.engine.pod.kvevents import EventLog
 from kvrelay.engine.pod.outbox import Outbox
+from kvrelay.engine.pod.tracing import Traces
 from kvrelay.v1 import decode_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)
@@ -60,11 +61,12 @@ class Owned:
 class Routes:
     """Owned by the pod; `run` is the one consumer of the engine's outputs."""
 
-    def __init__(self, engine: EngineClient, state: PodState, events: EventLog) -> None:
+    def __init__(self, engine: EngineClient, state: PodState, events: EventLog, traces: Traces) -> None:
         self.counters = Counters()
         self._engine = engine
         self._state = state
         self._events = events
+        self._traces = traces
         self._prefills: dict[RequestId, PrefillRoute] = {}
         self._routers: dict[RouterId, RouterRoute] = {}
         self._owned: dict[RequestId, Owned] = {}
@@ -209,6 +211,9 @@ class Routes:
         first: dict[RequestId, list[ChoiceDelta]] = {}
         for notice in output.notices:
             self.counters.note(notice.kind)
+            if isinstance(notice.kind, m.Timeline):
+                self._traces.take(notice.request_id, notice.attempt, notice.kind)
+                continue
             owned = self._owned.get(notice.request_id)
             if owned is not None and notice.attempt == owned.attempt:
                 if isinstance(notice.kind, m.RequestFailed):

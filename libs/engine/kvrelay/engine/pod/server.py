@@ -20,7 +20,8 @@ from kvrelay.common.pod.state import PodState
 from kvrelay.common.pod.web import WebApp, WebServer
 from kvrelay.common.rpc import SERVER_OPTIONS
 from kvrelay.common.tasks import end_task
-from kvrelay.common.telemetry import exposition
+from kvrelay.common.telemetry import SpanCollector, exposition
+from kvrelay.common.tracing import make_tracer
 from kvrelay.engine.api import EngineClient
 from kvrelay.engine.messages import Progress
 from kvrelay.engine.pod.control import PodServicer
@@ -31,6 +32,7 @@ from kvrelay.engine.pod.metrics import pod_registry
 from kvrelay.engine.pod.prefill import PrefillServicer
 from kvrelay.engine.pod.routes import Routes
 from kvrelay.engine.pod.settings import PodSettings
+from kvrelay.engine.pod.tracing import Traces
 from kvrelay.v1 import decode_pb2_grpc, pod_pb2_grpc, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -88,7 +90,9 @@ class Pod:
         self._settings = settings
         self._engine = engine
         self._events = event_log(settings, engine)
-        self._routes = Routes(engine, self.state, self._events)
+        self._tracer = make_tracer(settings.otlp_endpoint, f"kvrelay-{settings.role}", settings.make_pod_id())
+        self._traces = Traces(self._tracer)
+        self._routes = Routes(engine, self.state, self._events, self._traces)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server: grpc.aio.Server | None = None
         self._web: WebServer | None = None
@@ -168,6 +172,7 @@ class Pod:
         if self._outputs is not None:
             await end_task(self._outputs)
         await self._events.stop()
+        await self._tracer.close()
         if self._web is not None:
             await self._web.stop()
 
@@ -180,6 +185,7 @@ class Pod:
         registry = pod_registry(
             self._engine, self.state, self._routes, self._events, settings.model_name, settings.role
         )
+        registry.register(SpanCollector(self._tracer))
         app = WebApp(self.state, self._engine.dead, lambda: exposition(registry), self._details, settings.token)
         self._web = WebServer(app, listener)
         self._web.start()
@@ -212,10 +218,11 @@ class Pod:
             server,
         )
         if settings.role in ("prefill", "both"):
-            servicer = PrefillServicer(self._engine, self.state, self._routes)
+            servicer = PrefillServicer(self._engine, self.state, self._routes, self._traces)
             prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server)
         if settings.role in ("decode", "both"):
-            decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(self._engine, self.state, self._routes), server)
+            decoding = DecodeServicer(self._engine, self.state, self._routes, self._traces)
+            decode_pb2_grpc.add_DecodeServicer_to_server(decoding, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (POD_SERVICE, *SERVICES[settings.role], health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

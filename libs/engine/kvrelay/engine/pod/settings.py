@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 from kvrelay.common.discovery import PodRole
 from kvrelay.common.ids import PodId
 from kvrelay.common.pod.settings import ListenerSettings
-from kvrelay.common.settings import Size
+from kvrelay.common.settings import Size, TracedSettings
 from kvrelay.engine.config import EngineConfig, KvStoreOptions
 
 
-class PodSettings(ListenerSettings):
+class PodSettings(TracedSettings, ListenerSettings):
     """A pod: where it listens, how it is found, and the engine in it."""
 
     base_port: ClassVar[int] = 9200

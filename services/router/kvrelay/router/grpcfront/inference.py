@@ -6,6 +6,7 @@ from typing import Final
 
 from kvrelay.common.errors import InvalidRequest
 from kvrelay.common.ids import RequestId, new_request_id
+from kvrelay.common.tracing import TRACEPARENT
 from kvrelay.common.wire import sampling_from_proto
 from kvrelay.router.front import chat_message, check_model, check_request_id, shorter_timeout
 from kvrelay.router.grpcfront.calls import Calls, Context, Handler
@@ -89,7 +90,8 @@ def _input(request: pb.GenerateRequest, context: Context) -> GenerateInput:
         sampling=sampling_from_proto(request.sampling),
         priority=request.priority,
         cache_salt=request.cache_salt,
-        session=_session(context),
+        session=_metadata(context, SESSION_KEY),
+        traceparent=_metadata(context, TRACEPARENT),
         timeout_ms=shorter_timeout(
             request.timeout_ms or None, None if remaining is None else max(1, int(remaining * 1000))
         ),
@@ -98,8 +100,9 @@ def _input(request: pb.GenerateRequest, context: Context) -> GenerateInput:
     )
 
 
-def _session(context: Context) -> str:
-    value = dict(context.invocation_metadata() or ()).get(SESSION_KEY, "")
+def _metadata(context: Context, key: str) -> str:
+    """Empty where there is none of the key."""
+    value = dict(context.invocation_metadata() or ()).get(key, "")
     return value if isinstance(value, str) else value.decode("latin-1")
 
 

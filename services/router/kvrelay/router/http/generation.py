@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.common.errors import Internal, InvalidRequest, KvrelayError
+from kvrelay.common.tracing import TRACEPARENT
 from kvrelay.router.front import FrontSettings, check_request_id, shorter_timeout
 from kvrelay.router.http.asgi import ClientGone, header, read_body, send_json, until_gone
 from kvrelay.router.http.output import Output, Usage
@@ -28,6 +29,7 @@ READ_SECONDS = 30.0
 """After a request's deadline: for what is left of its answer to be read."""
 _TIMEOUT_HEADER = b"x-request-timeout-ms"
 _SESSION_HEADER = b"x-session-id"
+_TRACE_HEADER = TRACEPARENT.encode()
 
 
 class Shape(Protocol[B_co]):
@@ -66,14 +68,18 @@ class Generation(Generic[B]):
         body = parse(await read_body(scope, receive, self._limit), self._decoder)
         timeout_ms = shorter_timeout(body.timeout_ms, _header_timeout(scope))
         session = header(scope, _SESSION_HEADER).decode("latin-1") or body.session
-        await until_gone(self._answer(self._shape(body), timeout_ms, session, send), receive)
+        above = header(scope, _TRACE_HEADER).decode("latin-1")
+        await until_gone(self._answer(self._shape(body), timeout_ms, session, above, send), receive)
 
-    async def _answer(self, shape: Shape[B], timeout_ms: int | None, session: str, send: Send) -> None:
+    async def _answer(self, shape: Shape[B], timeout_ms: int | None, session: str, above: str, send: Send) -> None:
         body = shape.body
         options = _stream_options(body)
         unique = check_request_id(body.request_id) if body.request_id else secrets.token_hex(12)
         answer_id = f"{shape.id_prefix}-{unique}"
-        prepared = await self._prepare(shape.inputs(answer_id, timeout_ms, session), shape.names)
+        inputs = shape.inputs(answer_id, timeout_ms, session)
+        if above:
+            inputs = [msgspec.structs.replace(source, traceparent=above) for source in inputs]
+        prepared = await self._prepare(inputs, shape.names)
         head = {"id": answer_id, **shape.head(stream=bool(body.stream)), **self._about(prepared[0])}
         events = merged([self._router.generate(each) for each in prepared])
         remaining = max(each.deadline for each in prepared) - time.monotonic()

@@ -1,0 +1,170 @@
+"""One request through real processes with a model: its trace over all of them, and its lines in their logs."""
+
+import json
+import random
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any  # JSON
+
+import grpc
+import httpx
+import pytest
+
+from kvrelay.cli.stack import Stack
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from tests.exactness.fixtures import running
+from tests.exactness.small import VOCAB, make
+from tests.exactness.storing import all_attached, all_stored
+from tests.observe.collector import Collector, Span, collecting
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.e2e
+
+OUTPUT_TOKENS = 400
+EVERYWHERE = (
+    ("kvrelay-router", "request"),
+    ("kvrelay-router", "decode"),
+    ("kvrelay-prefill", "prefill"),
+    ("kvrelay-prefill", "push"),
+    ("kvrelay-decode", "reserve"),
+    ("kvrelay-decode", "decode"),
+)
+NATIVE = re.compile(r"[IWE]\d{4} [\d:.]+ +\d+ \S+\.cc:\d+\] ")
+SLACK = 0.02
+"""Seconds: of clocks that are read one after the other."""
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def stack(model_dir: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Stack]:
+    """Two prefill pods in turn: what one has stored the other loads."""
+    model = make(tmp_path_factory.mktemp("small") / "model", model_dir)
+    watched = {"otlp-endpoint": collector.url, "log-format": "json", "log-level": "debug"}
+    with running(
+        model,
+        tmp_path_factory.mktemp("run"),
+        prefill=2,
+        kvstore=1,
+        engine_options={"kvstore-load": "always", "max-num-batched-tokens": "128", **watched},
+        router_options={"local-prefill-tokens": "0", "policy": "round_robin", **watched},
+    ) as stack:
+        eventually(lambda: all_attached(stack), "all pods are attached")
+        yield stack
+
+
+def prompt(seed: int, length: int = 300) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+def ask(stack: Stack, tokens: Sequence[int], trace_id: str) -> float:
+    """The seconds that it took its client."""
+    body = {"model": "smollm2", "prompt": tokens, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
+    headers = {"traceparent": f"00-{trace_id}-00000000000000ab-01"}
+    with httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client:
+        client.get("/health")  # the connection is there
+        begin = time.monotonic()
+        answer = client.post("/v1/completions", json={**body, "stream": True}, headers=headers)
+        seconds = time.monotonic() - begin
+    assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-200:]
+    return seconds
+
+
+def test_one_trace_shows_all_parts_of_a_request(stack: Stack, collector: Collector) -> None:
+    trace_id = secrets.token_hex(16)
+    seconds = ask(stack, prompt(1), trace_id)
+    spans = collector.trace(trace_id, *EVERYWHERE)
+    assert len({span.span_id for span in spans}) == len(spans)
+
+    def only(service: str, name: str) -> Span:
+        [span] = [span for span in spans if (span.service, span.name) == (f"kvrelay-{service}", name)]
+        return span
+
+    def children(parent: Span, service: str) -> dict[str, Span]:
+        mine = [s for s in spans if s.parent_id == parent.span_id and s.service == f"kvrelay-{service}"]
+        assert len({span.name for span in mine}) == len(mine)
+        for span in mine:
+            assert parent.start - SLACK <= span.start <= span.end <= parent.end + SLACK, span
+        return {span.name: span for span in mine}
+
+    root = only("router", "request")
+    assert (root.parent_id, root.kind, root.failed) == ("00000000000000ab", "server", False)
+    assert root.attributes["kvrelay.status"] == "ok"
+    assert root.attributes["gen_ai.usage.input_tokens"] == 300
+    assert root.attributes["gen_ai.usage.output_tokens"] == OUTPUT_TOKENS
+    at_router = children(root, "router")
+    assert set(at_router) == {"prepare", "queue", "reserve", "prefill", "decode"}
+    told = sum(span.seconds for span in at_router.values())
+    assert abs(told - seconds) <= 0.05 * seconds, f"{told} s of {seconds} s are told of"
+
+    prefill = only("prefill", "prefill")
+    assert (prefill.parent_id, prefill.kind) == (at_router["prefill"].span_id, "server")
+    at_prefill = children(prefill, "prefill")
+    assert set(at_prefill) - {"load"} == {"queue", "compute", "push"}
+    chunks = [about["kvrelay.num_tokens"] for _, _, about in at_prefill["compute"].events]
+    assert len(chunks) > 1, "a prompt of 300 tokens is computed in steps of 128 at most"
+    assert sum(map(int, chunks)) == 300
+    assert at_prefill["queue"].end <= at_prefill["compute"].start + SLACK
+
+    at_decode = children(root, "decode")
+    assert set(at_decode) == {"reserve", "receive", "decode"}
+    assert at_decode["reserve"].kind == "server"
+    assert at_decode["receive"].start <= at_prefill["push"].start + SLACK
+    assert abs(at_decode["receive"].end - at_prefill["push"].end) < 0.1
+    assert at_decode["decode"].seconds > 0.5 * at_router["decode"].seconds
+    [(name, first, _)] = root.events
+    assert name == "first token"
+    assert at_prefill["compute"].start <= first <= at_decode["decode"].end
+
+
+def test_a_load_out_of_the_kv_store_is_a_span(stack: Stack, collector: Collector) -> None:
+    tokens, loads = prompt(2), []
+    for _ in range(2):
+        trace_id = secrets.token_hex(16)
+        ask(stack, tokens, trace_id)
+        loads = [span for span in collector.trace(trace_id, *EVERYWHERE) if span.name == "load"]
+        eventually(lambda: all_stored(stack), "what was computed is stored")
+    [load] = [span for span in loads if span.service == "kvrelay-prefill"]
+    assert [int(about["kvrelay.num_tokens"]) for _, _, about in load.events] == [288]
+
+
+def test_a_call_by_grpc_is_traced(stack: Stack, collector: Collector) -> None:
+    trace_id = secrets.token_hex(16)
+    asked = inference_pb2.GenerateRequest(
+        model="smollm2", prompt="one two three " * 10, sampling=types_pb2.SamplingParams(max_tokens=2, seed=1)
+    )
+    with grpc.insecure_channel(stack.router.grpc_address) as channel:
+        generate = inference_pb2_grpc.InferenceStub(channel).Generate
+        metadata = (("traceparent", f"00-{trace_id}-00000000000000ab-01"),)
+        assert list(generate(asked, timeout=20, metadata=metadata))
+    root = next(s for s in collector.trace(trace_id, *EVERYWHERE) if s.name == "request")
+    assert root.parent_id == "00000000000000ab"
+
+
+def test_a_requests_lines_are_found_by_its_id_in_every_log(stack: Stack, collector: Collector) -> None:
+    trace_id = secrets.token_hex(16)
+    ask(stack, prompt(3), trace_id)
+    root = next(s for s in collector.trace(trace_id, *EVERYWHERE) if s.name == "request")
+    request_id = root.attributes["kvrelay.request_id"]
+    services: set[str] = set()
+    for node in (stack.router, *stack.pods):
+        for line in lines(node.process.log):
+            assert {"timestamp", "level", "service", "logger", "message"} <= line.keys()
+            if line.get("request_id") == request_id:
+                services.add(line["service"])
+                assert line.get("trace_id", trace_id) == trace_id
+    assert services == {"kvrelay-router", "kvrelay-prefill", "kvrelay-decode", "kvrelay-engine"}
+
+
+def lines(log: Path) -> list[dict[str, Any]]:
+    """Each is an object, but for what gRPC's own library writes past Python."""
+    written = [line for line in log.read_text().splitlines() if not NATIVE.match(line)]
+    return [json.loads(line) for line in written]
