@@ -102,15 +102,15 @@ def delta(name: str, token: int) -> ChoiceDelta:
 @pytest.mark.parametrize("deltas", [(), (delta("a", VOCAB),), (delta("a", -1),), (delta("other", 5),)])
 async def test_wrong_first_tokens_leave_the_deadline_to_decide(driven: Driven, deltas: tuple[ChoiceDelta, ...]) -> None:
     tickets = driven.driver._tickets
-    filled = asyncio.Event()
-    tickets.on_filled = filled.set
+    changed = asyncio.Event()
+    tickets.on_change = changed.set
     request = driven.h.request("a", 60)
     reservation = driven.h.engine.reserve(request, 1)
     tickets.grant(reservation, 20)
     with pytest.raises(TransferFailed):
         ReservationSink(tickets, reservation).complete(FinalFrame(deltas=deltas, num_prompt_tokens=60))
     async with asyncio.timeout(5):
-        await filled.wait()
+        await changed.wait()
     driven.h.run()
     driven.h.check_output(request)
     assert "RecomputeStarted" in driven.h.kinds("a")

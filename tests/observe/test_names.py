@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.cli.stack import Stack
-from tests.observe.deployed import alert_queries, panel_queries, rules
+from tests.observe.deployed import ROOT, alert_queries, panel_queries, rules
 from tests.observe.promql import read
 
 pytestmark = pytest.mark.e2e
@@ -50,6 +50,12 @@ def test_what_is_asked_for_exists(exported: dict[str, Labels], name: str) -> Non
                     f"{metric}: {matcher.label} is never {wanted}"
                 )
     assert query.labels <= known
+
+
+def test_the_operators_page_has_every_panel_and_alert() -> None:
+    page = (ROOT / "docs" / "observability.md").read_text()
+    panels = {name.rpartition(" ")[0] for name in panel_queries()}
+    assert not {name for name in (*panels, *alert_queries()) if name not in page}
 
 
 def test_each_alert_says_what_to_do() -> None:
