@@ -41,6 +41,7 @@ EDGE = {
     "router/pods.py",
     "router/news.py",
     "router/snapshots.py",
+    "router/console/stores.py",
     "router/grpcfront/events.py",
     "router/grpcfront/health.py",
     "router/grpcfront/inference.py",

@@ -10,6 +10,7 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from kvrelay.router.console.state import Console
 from kvrelay.router.grpcfront import start_grpc
 from kvrelay.router.http import build_app
 from kvrelay.router.job import Inference
@@ -36,13 +37,15 @@ class Fronts:
 
 
 @contextlib.asynccontextmanager
-async def fronts_of(router: Inference, settings: Settings | None = None) -> AsyncGenerator[Fronts, None]:
+async def fronts_of(
+    router: Inference, settings: Settings | None = None, console: Console | None = None
+) -> AsyncGenerator[Fronts, None]:
     settings = settings or Settings()
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     registry = CollectorRegistry()
     config = uvicorn.Config(
-        build_app(router, settings, registry), lifespan="off", log_level="warning", http="httptools"
+        build_app(router, settings, registry, console), lifespan="off", log_level="warning", http="httptools"
     )
     config.load()
     server = uvicorn.Server(config)

@@ -534,12 +534,17 @@ Global___Begun: _TypeAlias = Begun  # noqa: Y015
 class StatRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    UNCHECKED_FIELD_NUMBER: _builtins.int
+    unchecked: _builtins.bool
+    """without `violations`, whose check goes through all blocks in memory"""
     def __init__(
         self,
+        *,
+        unchecked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["unchecked", b"unchecked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -234,7 +234,7 @@ class Run:
 
     def _take_decoded(self, delta: ChoiceDelta) -> list[Event]:
         self._hand_over()
-        self._note_computed()
+        self._note_decoded()
         if delta.finish_reason is not None:
             self._decode_finished.add(delta.choice)
         self._check((delta,), Culprit.DECODE)
@@ -264,9 +264,9 @@ class Run:
                     work = self._placement.decode.abort_choice(self._id, choice)
                     self._background.run(work, f"abort choice {choice} of {self._id}")
 
-    def _note_computed(self) -> None:
+    def _note_decoded(self) -> None:
         if self._placement is not None:
-            self._placement.prefill_done()
+            self._placement.decoded()
 
     async def _recover(self, failure: AttemptFailed) -> None:
         """Returns when the next attempt may start. Raises the failure's error where there is to be none."""

@@ -21,6 +21,8 @@ from kvrelay.common.text import ChoiceText, StopPatterns
 from kvrelay.common.tracing import Span, make_tracer
 from kvrelay.router.attempt import Run
 from kvrelay.router.background import Background
+from kvrelay.router.console.state import Console, RouterRow
+from kvrelay.router.console.timeline import NoTimeline, Timeline
 from kvrelay.router.costs import Costs
 from kvrelay.router.delivery import Delivery
 from kvrelay.router.dispatch import Dispatcher
@@ -54,6 +56,7 @@ class Router:
         """Raises Internal where the model's folder, or a certificate, cannot be read, and where OpenTelemetry is missing."""
         self.router_id = RouterId(f"router-{secrets.token_hex(6)}")
         self._model = ServedModel(settings.model, settings.model_name)
+        self._policy_name = settings.policy
         self._created = int(time.time())
         self._info: ModelInfo | None = None
         """With `_info_of`, the pods that it is true of: asked for by each request."""
@@ -69,12 +72,13 @@ class Router:
         self.index = PrefixIndex()
         """Of the pods' blocks; empty where the policy does not ask for it."""
         policy = make_policy(settings.policy, settings.local_prefill_tokens, self.index, costs)
+        access = settings.pod_access()
         self._dispatcher = Dispatcher(
             policy,
             costs,
             directory,
             self.router_id,
-            settings.pod_access(),
+            access,
             tokenizer=self._model.tokenizer_digest,
             max_waiting=settings.max_queue,
             patience_seconds=settings.unavailable_after_ms / 1000,
@@ -99,9 +103,14 @@ class Router:
                 settings.cluster,
                 directory,
                 self.index,
-                Snapshots(settings.pod_access()),
+                Snapshots(access),
                 KvEventMetrics(registry),
             )
+        self._timeline = Timeline() if settings.console else NoTimeline()
+        self.console: Console | None = None
+        """None: not wanted."""
+        if settings.console:
+            self.console = Console(settings, access, self._dispatcher.pods, self._timeline, self._row)
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -124,6 +133,8 @@ class Router:
         for run in list(self._runs.values()):
             run.interrupt(Draining("the router is closing"))
         await self._background.close()
+        if self.console is not None:
+            await self.console.close()
         if self._kv_events is not None:
             await self._kv_events.stop()
         await self._dispatcher.close()
@@ -169,6 +180,19 @@ class Router:
             num_decode=num_decode,
         )
 
+    def _row(self) -> RouterRow:
+        readiness = self.ready()
+        return RouterRow(
+            id=self.router_id,
+            model=self._model.name,
+            policy=self._policy_name,
+            ready=readiness.ready,
+            reason=readiness.reason,
+            running=len(self._runs),
+            waiting=len(self._dispatcher.queue),
+            uptime_seconds=int(time.time()) - self._created,
+        )
+
     async def prepare(self, source: GenerateInput) -> PreparedRequest:
         """Raises InvalidRequest, ModelNotFound, Draining."""
         if self._draining:
@@ -181,10 +205,13 @@ class Router:
         if request_id in self._runs:
             raise InvalidRequest(f"a request {request_id!r} is running already", "request_id")
         span = self._span(prepared)
-        observer = Observer(self._metrics, prepared, span)
+        delivery = self._delivery(prepared)
+        observer = Observer(self._metrics, prepared, self._timeline.begin(prepared, delivery.usage), span)
         whose = about(prepared.request.request_id, span.trace_id)
         log.debug("%s: %d prompt tokens", request_id, len(prepared.request.prompt_token_ids), extra=whose)
-        run = self._runs[request_id] = self._run(prepared, observer)
+        run = self._runs[request_id] = Run(
+            prepared, delivery, self._dispatcher, self._retries, self._background, observer
+        )
         self._idle.clear()
         try:
             async with contextlib.aclosing(run.events()) as events:
@@ -215,7 +242,7 @@ class Router:
         span.child("prepare", start=arrival, end=time.monotonic())
         return span
 
-    def _run(self, prepared: PreparedRequest, observer: Observer) -> Run:
+    def _delivery(self, prepared: PreparedRequest) -> Delivery:
         sampling = prepared.request.sampling
         stops = StopPatterns(sampling.stop)
         texts = [
@@ -228,14 +255,7 @@ class Router:
             )
             for _ in range(sampling.n)
         ]
-        return Run(
-            prepared,
-            Delivery(prepared, self._entries, texts),
-            self._dispatcher,
-            self._retries,
-            self._background,
-            observer,
-        )
+        return Delivery(prepared, self._entries, texts)
 
     async def abort(self, request_id: RequestId) -> bool:
         """The request's iterator raises Cancelled. False: there is none."""

@@ -175,6 +175,11 @@ class Load:
         self._score()
 
     @property
+    def reported(self) -> Report:
+        """What the pod said last."""
+        return self._report
+
+    @property
     def computes(self) -> bool:
         """Prompts, as far as is known here."""
         return self._own_prefills > 0 or self._report.waiting_tokens > 0

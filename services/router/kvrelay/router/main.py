@@ -49,7 +49,7 @@ async def serve(settings: RouterSettings, listening: socket.socket) -> None:
     rpc = await start_grpc(router, settings, registry)
     http = _Http(
         uvicorn.Config(
-            build_app(router, settings, registry),
+            build_app(router, settings, registry, router.console),
             lifespan="off",
             log_config=None,
             access_log=False,

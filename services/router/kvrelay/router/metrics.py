@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kvrelay.common.errors import BY_CODE, KvrelayError
 from kvrelay.common.request import ChoiceDelta, FinishReason
 from kvrelay.common.tracing import NO_SPAN, Span
+from kvrelay.router.console.timeline import Record
 from kvrelay.router.job import ChoiceEvent, Event, PreparedRequest, PromptEvent, UsageEvent
 from kvrelay.router.placement import Placement
 from kvrelay.router.recovery import Culprit
@@ -154,10 +155,11 @@ class Metrics:
 class Observer:
     """Sees one request go by."""
 
-    def __init__(self, metrics: Metrics, prepared: PreparedRequest, span: Span = NO_SPAN) -> None:
+    def __init__(self, metrics: Metrics, prepared: PreparedRequest, record: Record, span: Span = NO_SPAN) -> None:
         self.span = span
         """Of the whole request."""
         self._metrics = metrics
+        self._record = record
         self._arrival = prepared.arrival
         self._placed_at = 0.0
         self._first_at = 0.0
@@ -169,6 +171,7 @@ class Observer:
         self._error: KvrelayError | None = None
 
     def placed(self, place: Placement) -> None:
+        self._record.placed(place.times)
         self._metrics.count_decision(place)
         self._predicted = place.num_predicted_tokens
         if not self._placed_at:
@@ -188,6 +191,7 @@ class Observer:
 
     def ended(self) -> None:
         self._metrics.count_end(self.status)
+        self._record.ended(self.status)
         self.span.note(status=self.status)
         self.span.end(self._error)
 

@@ -1,11 +1,27 @@
-"""A request's place: its pods, its claim on their loads, and what it teaches of costs."""
+"""A request's place: its pods, its claim on their loads, what happened there when, and what it teaches of costs."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvrelay.router.costs import Costs
 from kvrelay.router.pods import Pod
 from kvrelay.router.policy import Route, RouteRequest
+
+
+@dataclass(slots=True)
+class Times:
+    """When what happened at a place, on the clock of `time.monotonic`; None: not yet, or never. Outlives the place."""
+
+    prefill: str
+    """The pod's id; empty: the decode pod computes the prompt."""
+    decode: str
+    placed: float
+    computed: float | None = None
+    """The prompt; its first token is sampled."""
+    decoding: float | None = None
+    """The decode pod has the whole prompt."""
+    released: float | None = None
 
 
 class Placement:
@@ -40,6 +56,7 @@ class Placement:
         self._started: tuple[float, int] | None = None
         """When, and after how many cached tokens."""
         self._computed_at = 0.0
+        self.times = Times(prefill.load.pod_id if prefill is not None else "", decode.load.pod_id, clock())
         if prefill is None and not decode.load.computes:
             # It starts at once: what it takes can be told from when it is done.
             self._started = (self._clock(), 0)
@@ -73,16 +90,29 @@ class Placement:
         """All of it is on the decode pod."""
         if self._computed_at:
             self._costs.transferred(self._tokens, self._clock() - self._computed_at)
+        self._note_decoding()
+
+    def decoded(self) -> None:
+        """The decode pod streams: once, or more often."""
+        self.prefill_done()
+        self._note_decoding()
+
+    def _note_decoding(self) -> None:
+        if self.times.decoding is None:
+            self.times.decoding = self._clock()
 
     def prefill_done(self) -> None:
         """The prompt is computed, or never will be."""
         if self._computing is not None:
+            if self.times.released is None:
+                self.times.computed = self._clock()
             self._computing.load.computed(self._to_compute, self._begun_tokens, self._seconds)
             self._computing = None
             if self.prefill is not None:
                 self.prefill.load.end(self._tokens)
 
     def release(self) -> None:
+        self.times.released = self._clock()
         self.prefill_done()
         self.decode.load.end(self._kv_tokens)
         self._on_release()

@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import grpc
 import grpc.aio
@@ -47,6 +47,8 @@ _OPTIONS = (
 )
 
 T = TypeVar("T")
+
+PodState = Literal["ready", "draining", "starting", "unreachable"]
 
 
 async def uncancelled(call: Awaitable[T]) -> T:
@@ -102,11 +104,21 @@ class Pod:
         self._prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self._stream_open = not self.streams
         self._accepts = False
+        self._status: pod_pb2.PodStatus | None = None
+        """The last one."""
         self._inboxes: dict[RequestId, Inbox] = {}
         self._lost: KvrelayError | None = None
 
     def __str__(self) -> str:
         return f"{self.record.pod_id} at {self.record.grpc_address}"
+
+    @property
+    def state(self) -> PodState:
+        if self._lost is not None or self._status is None:
+            return "unreachable"
+        if self._status.draining:
+            return "draining"
+        return "ready" if self.usable else "starting"
 
     async def serve(self, on_status: Callable[[], None], on_usable: Callable[[], None]) -> KvrelayError:
         """Until the pod is lost: keeps `load` and `usable` current, and hands on tokens and notices. Answers why it was lost."""
@@ -159,6 +171,7 @@ class Pod:
                 num_blocks=status.num_blocks,
             )
         )
+        self._status = status
         self._accepts = status.ready and not status.draining
         self._set_usable(self._accepts and self._stream_open, on_usable)
 

@@ -55,6 +55,8 @@ class Pods:
         self._foreign: set[tuple[PodId, Epoch]] = set()
         """Pods of another model, which were told of in the log."""
         self._keepers: dict[tuple[PodId, Epoch], asyncio.Task[None]] = {}
+        self._current: dict[tuple[PodId, Epoch], Pod] = {}
+        """Of each keeper, the pod that it last connected to."""
         self._usable: dict[Load, Pod] = {}
         self._layouts: list[KvLayout] = []
         """One of each group of pods that can send each other KV; its index is the group's number."""
@@ -74,6 +76,10 @@ class Pods:
     def __getitem__(self, load: Load) -> Pod:
         """The pod of a load in the `view` of now."""
         return self._usable[load]
+
+    def known(self) -> list[Pod]:
+        """All that are looked after, usable or not."""
+        return list(self._current.values())
 
     def decoding(self, group: int | None = None) -> list[Pod]:
         """The usable pods that stream tokens; None: of all groups."""
@@ -99,11 +105,12 @@ class Pods:
 
     async def _keep(self, record: PodRecord) -> None:
         """Connects, and again whenever the pod is lost, while its record stands."""
+        key = (record.pod_id, record.epoch)
         group = self._group_of(record.layout)
         failures = 0
         former: KvrelayError | None = None
         while self._directory.pods().get(record.pod_id) == record:
-            pod = Pod(record, group, self._router_id, self._access)
+            pod = self._current[key] = Pod(record, group, self._router_id, self._access)
             was_usable = False
 
             def refresh(pod: Pod = pod) -> None:
@@ -117,7 +124,8 @@ class Pods:
                 log.warning("%s pod %s: %s", "lost" if was_usable else "cannot use", pod, reason)
             former = reason
             await asyncio.sleep(RECONNECT.delay(failures))
-        self._keepers.pop((record.pod_id, record.epoch), None)
+        self._current.pop(key, None)
+        self._keepers.pop(key, None)
 
     def _group_of(self, layout: KvLayout) -> int:
         for number, known in enumerate(self._layouts):

@@ -46,6 +46,8 @@ class RouterSettings(TracedSettings):
     """PEM file: the router's own certificate chain, for pods that want to see one."""
     pod_tls_key: Path | None = None
     """PEM file: its private key."""
+    console: bool = True
+    """Serve the page /console; its data wants an API key where keys are set."""
     policy: PolicyName = "prefix_aware"
     """How pods are chosen: by prefixes and load, by load alone, in turn, or by the client's session."""
     local_prefill_tokens: int = Field(default=32, ge=0)

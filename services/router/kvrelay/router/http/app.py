@@ -8,9 +8,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvrelay.router.console.state import Console
 from kvrelay.router.front import ApiKeys, FrontSettings
 from kvrelay.router.http.chat import ChatCompletion
 from kvrelay.router.http.completions import Completion
+from kvrelay.router.http.console import console_routes
 from kvrelay.router.http.gate import FrontMetrics, Gate, routing_error
 from kvrelay.router.http.generation import Generation
 from kvrelay.router.http.health import Health, Metrics, Model, Models, Ready
@@ -19,8 +21,14 @@ from kvrelay.router.http.tokenize import Detokenize, Tokenize
 from kvrelay.router.job import Inference
 
 
-def build_app(router: Inference, settings: FrontSettings, registry: CollectorRegistry = REGISTRY) -> ASGIApp:
-    """The ASGI application of a router. `/metrics` shows `registry`, to which the front's own metrics are added.
+def build_app(
+    router: Inference,
+    settings: FrontSettings,
+    registry: CollectorRegistry = REGISTRY,
+    console: Console | None = None,
+) -> ASGIApp:
+    """The ASGI application of a router. `/metrics` shows `registry`, to which the front's own metrics are added. `console` None:
+    there is no such page.
 
     The endpoints are plain ASGI, and those that generate are called past FastAPI: no layer but the gate stands between a token
     and the socket.
@@ -36,6 +44,7 @@ def build_app(router: Inference, settings: FrontSettings, registry: CollectorReg
         Route("/healthz", Health(), methods=["GET"]),
         Route("/readyz", Ready(router), methods=["GET"]),
         Route("/metrics", Metrics(registry), methods=["GET"]),
+        *(console_routes(console) if console is not None else ()),
     ]
     paths: dict[object, str] = {route.endpoint: route.path for route in routes}
     app = FastAPI(

@@ -18,7 +18,7 @@ from kvrelay.router.http.asgi import ClientGone, header, send_error
 from kvrelay.router.http.errors import error_body
 from kvrelay.router.http.generation import known
 
-_PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+_PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/console/api/")
 _GONE = 499
 """Counted where no answer was begun because its client had left."""
 
