@@ -44,7 +44,9 @@ export function share() {
   return make("div", "share", track, make("span"));
 }
 
+/** `part` null: there is nothing to have a share of. */
 export function fill(element, part, text) {
+  element.firstElementChild.hidden = part === null;
   element.querySelector(".fill").style.setProperty("width", `${Math.round(Math.min(1, Math.max(0, part)) * 100)}%`);
   say(element.lastElementChild, text);
 }

@@ -1,7 +1,7 @@
 // Pods: their role, whether they serve, and how much they have to do.
 
 import { byId, fill, list, make, say, share } from "./dom.js";
-import { count, percent, uptime } from "./format.js";
+import { count, percent, plural, uptime } from "./format.js";
 
 const KINDS = { ready: "good", starting: "warn", draining: "warn", unreachable: "bad", gone: "bad" };
 
@@ -23,7 +23,7 @@ function create(pod) {
     name,
     make("td", "", make("span")),
     make("td", "", share()),
-    make("td", "wide"),
+    make("td", "wide number"),
     make("td", "", share()),
     make("td", "wide"),
   );
@@ -37,9 +37,9 @@ function update(row, pod, hits) {
   say(state.firstElementChild, gone ? `gone ${uptime(pod.gone_seconds)} ago` : pod.state);
   const load = pod.running + pod.waiting;
   const used = pod.num_blocks - pod.free_blocks;
-  fill(requests.firstElementChild, load / Math.max(1, load + pod.credits), gone ? "–" : loadText(pod));
-  say(tokens, gone ? "–" : count(pod.waiting_tokens));
-  fill(blocks.firstElementChild, gone ? 0 : used / Math.max(1, pod.num_blocks), gone ? "–" : blocksText(pod, used));
+  fill(requests.firstElementChild, gone ? null : load / Math.max(1, load + pod.credits), gone ? "–" : loadText(pod));
+  say(tokens, gone ? "–" : plural(pod.waiting_tokens, "token"));
+  fill(blocks.firstElementChild, gone ? null : used / Math.max(1, pod.num_blocks), gone ? "–" : blocksText(pod, used));
   say(cached, hits ? `${percent(hits.cached, hits.prompt)} of ${count(hits.prompt)} tokens` : "–");
 }
 

@@ -4,7 +4,8 @@ import { byId, list, make, say } from "./dom.js";
 import { count, milliseconds, plural } from "./format.js";
 import { isFailed } from "./summary.js";
 
-const NICE = [1, 2, 5, 10];
+const NICE = [1, 1.2, 1.6, 2, 3, 4, 5, 6, 8, 10];
+const PREFIX = /^(chat)?cmpl-/;
 const open = new Set();
 const own = new Set();
 let shown = null;
@@ -16,8 +17,8 @@ export function show(state) {
   say(byId("requests-count"), live ? `${plural(live, "live one")}, ${count(requests.length - live)} ended` : `${count(requests.length)} ended`);
   byId("no-requests").hidden = requests.length > 0;
   const full = niceScale(Math.max(...requests.map(total), 10));
-  say(byId("half"), milliseconds(full / 2));
-  say(byId("full"), milliseconds(full));
+  say(byId("half"), mark(full / 2));
+  say(byId("full"), mark(full));
   for (const number of open) if (!requests.some((request) => request.number === number)) open.delete(number);
   const rows = requests.flatMap((request) => (open.has(request.number) ? [{ request }, { request, details: true }] : [{ request }]));
   list(
@@ -36,14 +37,16 @@ export function claim(id) {
 
 const total = ({ phases }) => phases.reduce((sum, [, ms]) => sum + ms, 0);
 
-/** The least 1, 2 or 5 times a power of ten that is no less. */
+/** The least round number that is no less. */
 function niceScale(ms) {
   const power = 10 ** Math.floor(Math.log10(ms));
   return NICE.map((step) => step * power).find((scale) => scale >= ms);
 }
 
+const mark = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${Math.round(ms) / 1000} s`);
+
 function create(request) {
-  const button = make("button", "", request.id);
+  const button = make("button", "", request.id.replace(PREFIX, ""));
   button.type = "button";
   button.addEventListener("click", () => {
     if (!open.delete(request.number)) open.add(request.number);
@@ -58,7 +61,7 @@ function create(request) {
     "",
     name,
     make("td", "", make("span")),
-    make("td", "wide", ""),
+    make("td", "wide pods"),
     make("td", "wide number", make("span"), " ", make("span", "light")),
     make("td", "wide number"),
     make("td", "line", bar),
@@ -99,6 +102,7 @@ function createDetails() {
 
 function updateDetails(row, request) {
   const facts = [
+    request.id,
     `${new Date(request.arrived_ms).toLocaleTimeString("en-GB")}`,
     podsText(request),
     plural(request.attempts, "attempt"),

@@ -34,7 +34,7 @@ function create({ store, tier }) {
 function update(row, { store, tier }) {
   const [, , used, blocks, hits, read, written, state] = row.children;
   const held = tier?.limit_bytes ? `${bytes(tier.used_bytes)} of ${bytes(tier.limit_bytes)}` : "–";
-  fill(used.firstElementChild, tier?.limit_bytes ? tier.used_bytes / tier.limit_bytes : 0, held);
+  fill(used.firstElementChild, tier?.limit_bytes ? tier.used_bytes / tier.limit_bytes : null, held);
   say(blocks, tier ? count(tier.num_blocks) : "–");
   say(hits, tier ? percent(tier.hits, tier.hits + tier.misses) : "–");
   say(read, tier ? bytes(tier.bytes_read) : "–");
