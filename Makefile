@@ -23,10 +23,10 @@ unexport PROMPT
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo up down status test test-fast e2e k8s-test soak lint format type proto proto-check bench bench-kv bench-router clean
+.PHONY: help setup model demo up down status test test-fast e2e k8s-test browser-test console-screenshot soak lint format type proto proto-check bench bench-kv bench-router clean
 
 help: ## this list
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-19s %s\n", $$1, $$2}'
 
 # A torch for CUDA 13 brings libraries that UCX for CUDA 12 does not take, and goes with another build of UCX.
 $(STAMP): pyproject.toml requirements.lock requirements-ucx.lock requirements-ucx-cu13.lock
@@ -61,7 +61,7 @@ status: ## pods, what they hold, bytes pushed
 	@$(BIN)/kvrelay status
 
 # By file, for a file's tests share servers; in the order of their names, for the long ones are not last then.
-fast = $(BIN)/python -m pytest -m 'not e2e' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+fast = $(BIN)/python -m pytest -m 'not e2e and not browser' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 # One after the other: a stack wants all cores.
 stacks = $(BIN)/python -m pytest -m e2e $(ARGS)
 # What ARGS names may all be of the one kind: pytest's code for no tests is 5.
@@ -79,6 +79,16 @@ e2e: setup ## whole stacks of real processes alone
 
 k8s-test: setup ## the Kubernetes manifests alone: they build, are valid, and name what this code has
 	$(BIN)/python -m pytest tests/deploy/k8s $(ARGS)
+
+# Beside the environment: nothing else wants a browser.
+BROWSER := var/cache/browser
+browser = PIP="$(PIP)" tests/browser/install.sh $(BROWSER) && PYTHONPATH=$(BROWSER) $(BIN)/python -m pytest -m browser
+
+browser-test: setup ## the console in a real Chromium, which is installed where there is none (Debian, as root)
+	$(browser) tests/browser $(ARGS)
+
+console-screenshot: setup ## docs/console.png anew: the console over a stack under load
+	KVRELAY_CONSOLE_SCREENSHOT=docs/console.png; export KVRELAY_CONSOLE_SCREENSHOT; $(browser) tests/browser/test_real.py $(ARGS)
 
 soak: setup ## the full counts of what `test` samples, and a report; hours (ARGS="--list", ARGS="--only 'faults-*'")
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -71,6 +71,7 @@ async function send(claim) {
 
 /** Fills `answer` and shows it. Throws what ends it early. */
 async function read(asked, answer, turn, claim) {
+  model ||= await servedModel();
   const response = await call("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
@@ -103,6 +104,13 @@ async function read(asked, answer, turn, claim) {
     }
   }
   throw new Error("The answer broke off.");
+}
+
+/** Where the router's state has not come yet. */
+async function servedModel() {
+  const response = await call("v1/models", { signal: answering.signal });
+  if (!response.ok) throw new Error(await reason(response));
+  return (await response.json()).data[0].id;
 }
 
 function add(role, name) {

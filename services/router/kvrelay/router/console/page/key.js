@@ -4,6 +4,9 @@ import { byId, say } from "./dom.js";
 
 const NAME = "kvrelay-api-key";
 
+/** An event of the window: there is another key. */
+export const GIVEN = "key-given";
+
 export class NoKey extends Error {}
 
 let asking = null;
@@ -39,8 +42,10 @@ function ask() {
       dialog.returnValue = "";
       form.reset();
       byId("change-key").hidden = false;
-      if (given) resolve();
-      else reject(new NoKey("The router wants an API key."));
+      if (given) {
+        resolve();
+        dispatchEvent(new Event(GIVEN));
+      } else reject(new NoKey("The router wants an API key."));
     };
   });
 }

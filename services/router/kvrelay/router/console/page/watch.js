@@ -1,7 +1,7 @@
 // Asks for the router's state, once a second for as long as the page is looked at and not paused.
 
 import { call, reason } from "./api.js";
-import { NoKey, request } from "./key.js";
+import { GIVEN, NoKey, request } from "./key.js";
 import { byId, say } from "./dom.js";
 
 const EVERY_MS = 1000;
@@ -30,7 +30,8 @@ export async function watch(show) {
     pause.setAttribute("aria-pressed", String(!isPaused()));
     wake();
   });
-  byId("change-key").addEventListener("click", () => request().then(() => wake(), () => {}));
+  byId("change-key").addEventListener("click", () => request().catch(() => {}));
+  addEventListener(GIVEN, () => wake());
   document.addEventListener("visibilitychange", () => wake());
   for (;;) {
     if (isPaused()) tell("Paused", "muted");
