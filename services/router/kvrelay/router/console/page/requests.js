@@ -77,7 +77,7 @@ function update(row, request, full) {
   say(status.firstElementChild, request.status);
   say(pods, podsText(request));
   say(prompt.firstElementChild, count(request.prompt_tokens));
-  say(prompt.lastElementChild, count(request.cached_tokens));
+  say(prompt.lastElementChild, `(${count(request.cached_tokens)})`);
   say(output, count(request.output_tokens));
   say(time, milliseconds(total(request)));
   draw(line.firstElementChild, request.phases, full);
