@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrelay.common.access import bearer
 from kvrelay.common.errors import Draining, InvalidRequest, StaleEpoch, TransferFailed, Unauthenticated
 from kvrelay.common.rpc import CHANNEL_OPTIONS, from_rpc_error
+from kvrelay.kvstore import audit
 from kvrelay.kvstore.server import KvStore
 from kvrelay.kvstore.settings import KvStoreSettings
 from kvrelay.v1 import kvstore_pb2 as pb
@@ -277,6 +278,14 @@ async def test_readiness_and_metrics(tmp_path: Path) -> None:
         assert 'kvrelay_kvstore_hits_total{tier="cpu"} 3.0' in text
         assert 'kvrelay_kvstore_healthy{tier="file"} 0.0' in text
         assert "kvrelay_kvstore_pods 1.0" in text
+
+
+async def test_stat_without_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "violations", lambda *_: ["found"])
+    async with running(tmp_path) as (_, address), attached(address) as pod:
+        assert list((await pod.stub.Stat(pb.StatRequest())).violations) == ["found"]
+        unchecked = await pod.stub.Stat(pb.StatRequest(unchecked=True))
+        assert (list(unchecked.violations), unchecked.num_pods, len(unchecked.tiers)) == ([], 1, 3)
 
 
 async def test_draining(tmp_path: Path) -> None:

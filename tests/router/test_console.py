@@ -7,25 +7,15 @@ import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
-from kvrelay.common.errors import Overloaded
-from kvrelay.common.ids import RequestId
-from kvrelay.common.request import EngineRequest, SamplingParams
-from kvrelay.router.console import stores
 from kvrelay.router.console.files import page_files
-from kvrelay.router.console.roll import GONE_SECONDS, MAX_ROWS, Roll
-from kvrelay.router.console.timeline import KEPT, MAX_PLACES, NOBODY, NoTimeline, Record, Timeline
+from kvrelay.router.console.timeline import NoTimeline, Timeline
 from kvrelay.router.core import Router
-from kvrelay.router.job import GenerateInput, PreparedRequest, UsageEvent
-from kvrelay.router.load import Report
-from kvrelay.router.placement import Times
-from tests.router.cluster import LONG, Local, collect, source, until
+from tests.router.cluster import LONG, Local, collect, source
 from tests.router.stack import Fronts, Settings, fronts_of
 
 STATE = "/console/api/state"
@@ -266,20 +256,6 @@ async def test_all_who_look_share_one_answer(local: Local, monkeypatch: pytest.M
 
 
 @pytest.mark.integration
-async def test_stores_are_asked_only_while_somebody_looks(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "INTEREST_SECONDS", 0.2)
-    monkeypatch.setattr(stores, "ASK_SECONDS", 0.05)
-    router = await local.start(redis_url="redis://127.0.0.1:1/0")
-    assert router.console is not None
-    assert not router.console.busy
-    async with fronts(router) as running:
-        assert (await state(running))["stores"] == []
-        assert router.console.busy
-        await until(lambda: not router.console.busy)  # type: ignore[union-attr]
-        await state_where(running, lambda _: router.console.busy)  # type: ignore[union-attr]
-
-
-@pytest.mark.integration
 async def test_no_method_but_get(local: Local) -> None:
     router = await local.start()
     async with fronts(router) as running:
@@ -332,148 +308,3 @@ def test_no_file_makes_markup_of_text_or_names_another_host() -> None:
         assert not re.search(r"\sstyle=|\son\w+=\"", text), name
         hosts = set(re.findall(r"https?://[^\s\"')]+", text)) - {"http://www.w3.org/2000/svg"}
         assert not hosts, name
-
-
-# The time line by itself.
-
-
-def prepared_at(arrival: float, request_id: str = "a") -> PreparedRequest:
-    return PreparedRequest(
-        input=GenerateInput(request_id=RequestId(request_id), model="m", prompt=(1, 2)),
-        request=EngineRequest(request_id=RequestId("req-1"), prompt_token_ids=(1, 2), sampling=SamplingParams()),
-        deadline=arrival + 60,
-        arrival=arrival,
-        created=0,
-    )
-
-
-def no_usage() -> UsageEvent:
-    return UsageEvent(prompt_tokens=2, completion_tokens=0, cached_tokens=0)
-
-
-def phases_of(record: Record, now: float) -> list[tuple[str, float]]:
-    return list(record.row(now).phases)
-
-
-@pytest.mark.unit
-def test_phases_over_attempts_follow_each_other() -> None:
-    record = Timeline().begin(prepared_at(100.0), no_usage)
-    assert phases_of(record, 100.5) == [("queue", 500.0)]
-    first = Times("p0", "d0", 101.0)
-    record.placed(first)
-    assert phases_of(record, 101.25) == [("queue", 1000.0), ("prefill", 250.0)]
-    first.computed = 102.0
-    assert phases_of(record, 102.5)[1:] == [("prefill", 1000.0), ("push", 500.0)]
-    first.decoding = 103.0
-    assert phases_of(record, 104.0)[2:] == [("push", 1000.0), ("decode", 1000.0)]
-    first.released = 105.0  # its decode pod died
-    assert phases_of(record, 105.5)[3:] == [("decode", 2000.0), ("queue", 500.0)]
-    record.placed(Times("", "d1", 106.0, computed=107.0))
-    assert phases_of(record, 109.0) == [
-        ("queue", 1000.0),
-        ("prefill", 1000.0),
-        ("push", 1000.0),
-        ("decode", 2000.0),
-        ("queue", 1000.0),
-        ("prefill", 1000.0),
-        ("decode", 2000.0),
-    ]
-
-
-@pytest.mark.unit
-def test_an_attempt_that_failed_early_ends_where_it_failed() -> None:
-    record = Timeline().begin(prepared_at(100.0), no_usage)
-    record.placed(Times("p0", "d0", 100.0, released=101.0))
-    record.placed(Times("p1", "d0", 103.0))
-    assert phases_of(record, 104.0) == [("queue", 0.0), ("prefill", 1000.0), ("queue", 2000.0), ("prefill", 1000.0)]
-
-
-@pytest.mark.unit
-def test_what_is_kept_is_bounded() -> None:
-    timeline = Timeline()
-    records = [timeline.begin(prepared_at(time.monotonic()), no_usage) for _ in range(3 * KEPT)]
-    for record in records[: 2 * KEPT]:
-        record.ended("ok")
-    assert [row.number for row in timeline.rows()] == list(range(3 * KEPT, 2 * KEPT, -1)), (
-        "live ones first, the latest first"
-    )
-    for record in records[2 * KEPT :]:
-        for _ in range(100):
-            record.placed(Times("", "d0", 0.0, released=0.0))
-        record.ended("ok")
-    rows = timeline.rows()
-    assert len(rows) == KEPT
-    assert {row.attempts for row in rows} == {100}
-    assert max(len(row.phases) for row in rows) <= 4 * MAX_PLACES
-    assert len(msgspec.json.encode(rows)) < 400_000
-
-
-@pytest.mark.unit
-def test_an_ended_request_lets_go_of_what_it_was_asked_for() -> None:
-    timeline = Timeline()
-    usage = UsageEvent(prompt_tokens=2, completion_tokens=7, cached_tokens=1)
-    calls = 0
-
-    def asked() -> UsageEvent:
-        nonlocal calls
-        calls += 1
-        return usage
-
-    record = timeline.begin(prepared_at(time.monotonic()), asked)
-    record.ended(Overloaded("full").code)
-    assert calls == 1
-    for _ in range(3):
-        [row] = timeline.rows()
-    assert calls == 1
-    assert (row.status, row.output_tokens, row.cached_tokens) == ("overloaded", 7, 1)
-
-
-@pytest.mark.unit
-def test_nobody_keeps_nothing() -> None:
-    timeline = NoTimeline()
-    record = timeline.begin(prepared_at(0.0), no_usage)
-    assert record is NOBODY
-    record.placed(Times("", "d0", 0.0))
-    record.ended("ok")
-    assert timeline.rows() == []
-
-
-# The roll by itself.
-
-
-def pod(name: str, state: str = "ready", role: str = "decode") -> Any:
-    said = Report(credits=1, num_running=2, num_waiting=3, waiting_tokens=4, free_blocks=5, num_blocks=6)
-    record = SimpleNamespace(pod_id=name, role=role, transport="tcp", num_blocks=6)
-    return SimpleNamespace(record=record, state=state, load=SimpleNamespace(reported=said))
-
-
-@pytest.mark.unit
-def test_gone_pods_are_forgotten_in_time_and_when_they_are_back() -> None:
-    now = 0.0
-    roll = Roll(clock=lambda: now)
-    assert [row.state for row in roll.rows([pod("d0")])] == ["ready"]
-    now = 5.0
-    [row] = roll.rows([])
-    assert (row.state, row.gone_seconds, row.running, row.num_blocks) == ("gone", 0, 0, 6)
-    now = 65.0
-    assert [row.gone_seconds for row in roll.rows([])] == [60]
-    assert [row.state for row in roll.rows([pod("d0")])] == ["ready"]
-    assert [row.gone_seconds for row in roll.rows([])] == [0], "this is another end"
-    now = 65.0 + GONE_SECONDS
-    assert roll.rows([]) == []
-
-
-@pytest.mark.unit
-def test_of_two_lives_of_a_pod_the_one_that_answers_counts() -> None:
-    for lives in ([pod("d0"), pod("d0", "unreachable")], [pod("d0", "unreachable"), pod("d0")]):
-        assert [row.state for row in Roll().rows(lives)] == ["ready"]
-
-
-@pytest.mark.unit
-def test_the_roll_is_in_order_and_bounded() -> None:
-    roll = Roll()
-    rows = roll.rows([pod("d10"), pod("d9"), pod("b0", role="both"), pod("p0", role="prefill")])
-    assert [row.id for row in rows] == ["p0", "d9", "d10", "b0"]
-    roll.rows([pod(f"d{number}") for number in range(3 * MAX_ROWS)])
-    rows = roll.rows([pod(f"p{number}", role="prefill") for number in range(3 * MAX_ROWS)])
-    assert [row.state for row in rows] == ["ready"] * MAX_ROWS + ["gone"] * MAX_ROWS
