@@ -47,7 +47,8 @@ def browser() -> Iterator["Browser"]:
 
 @contextmanager
 def fake(model_dir: Path, run_dir: Path, decode: int = 1, **router_options: str | bool) -> Iterator[Stack]:
-    """A stack of real processes that says words without a model: it is there in seconds, and STEP_MS a token."""
+    """A stack of real processes that says words without a model: it is there in seconds, and STEP_MS a token. Pods are
+    called as the stack's nodes."""
     options = StackOptions(
         model=model_dir,
         prefill=1,
@@ -56,6 +57,7 @@ def fake(model_dir: Path, run_dir: Path, decode: int = 1, **router_options: str 
         free_ports=True,
         engine_options={"fake-step-ms": str(STEP_MS), "fake-natural-length": "400", "fake-num-blocks": "512"},
         router_options={"local-prefill-tokens": "0", **router_options},
+        pod_options={name: {"pod-id": name} for name in ("prefill-0", *(f"decode-{i}" for i in range(decode)))},
     )
     with Stack(options, run_dir) as stack:
         try:

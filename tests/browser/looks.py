@@ -55,9 +55,17 @@ def contrasts(page: "Page") -> list[tuple[str, float]]:
     return [(text, ratio) for text, ratio in page.evaluate(_CONTRASTS)]
 
 
-def width(page: "Page") -> int:
-    """Of what could be scrolled sideways to."""
-    return int(page.evaluate("document.documentElement.scrollWidth"))
+def beside(page: "Page") -> list[str]:
+    """What can be scrolled sideways, the page itself or a part of it."""
+    return [
+        str(found)
+        for found in page.evaluate(
+            """() => [...document.querySelectorAll("html, body *")]
+              .filter((one) => one.checkVisibility() && one.clientWidth && one.scrollWidth > one.clientWidth)
+              .filter((one) => one === document.documentElement || ["auto", "scroll"].includes(getComputedStyle(one).overflowX))
+              .map((one) => `${one.tagName} ${one.id} ${one.className} ${one.scrollWidth} > ${one.clientWidth}`)"""
+        )
+    ]
 
 
 def has_visible_focus(page: "Page") -> bool:

@@ -8,7 +8,7 @@ import pytest
 from kvrelay.cli.stack import Stack
 from tests.browser.asking import ask, await_end, num_tokens, words
 from tests.browser.conftest import OpenPage
-from tests.browser.looks import contrasts, has_visible_focus, width
+from tests.browser.looks import beside, contrasts, has_visible_focus
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -88,17 +88,20 @@ def test_paused_it_asks_nothing(stack: Stack, open_page: OpenPage) -> None:
     assert [url for url in asked if "api/state" in url] == []
 
 
-@pytest.mark.parametrize("pixels", [360, 320, 768, 1024])
+@pytest.mark.parametrize("pixels", [360, 320, 768, 1024, 1120, 1200])
 def test_nothing_is_beside_a_narrow_screen(stack: Stack, open_page: OpenPage, pixels: int) -> None:
     page = open_page(stack.url, viewport={"width": pixels, "height": 700})
     page.locator("#link", has_text="Live").wait_for()
-    assert width(page) == pixels
+    assert beside(page) == []
     ask(page, f"{LONG_WORD} {LONG_WORD}", max_tokens=30)
-    assert width(page) == pixels
+    assert beside(page) == []
     await_end(page)
     page.locator("#requests button").first.click()
     page.locator(".details").wait_for()
-    assert width(page) == pixels
+    assert beside(page) == []
+    page.route("**/console/api/state", lambda route: route.fulfill(json=_troubled(route.fetch().json())))
+    page.locator("#link", has_text="Not ready").wait_for()
+    assert beside(page) == []
     for name in ("Send", "Stop", "Clear", "Pause"):
         at = page.get_by_role("button", name=name).bounding_box()
         assert at is not None
@@ -145,7 +148,8 @@ def _troubled(told: dict[str, object]) -> dict[str, object]:
     tiers = [{"tier": "file", "healthy": False, "reason": "disk full", **dict.fromkeys(numbers, 5)}]
     stores = [{"id": "store", "answers": True, "num_pods": 1, "tiers": tiers}]
     router = {**told["router"], "ready": False, "reason": "no decode pod"}  # type: ignore[dict-item]
-    return {**told, "router": router, "pods": [pod, other, *states], "stores": stores}
+    requests = [{**row, "status": "deadline_exceeded"} for row in told["requests"]]  # type: ignore[attr-defined]
+    return {**told, "requests": requests, "router": router, "pods": [pod, other, *states], "stores": stores}
 
 
 def test_everything_has_a_name_and_a_role(stack: Stack, open_page: OpenPage) -> None:

@@ -27,7 +27,7 @@ def test_a_pod_that_dies_is_gone_and_the_answer_goes_on(frail: Stack, open_page:
     serving = page.locator("#requests td.pods").first
     eventually(lambda: "→" in (serving.text_content() or ""), "the time line names its pods")
     name = (serving.text_content() or "").partition(" → ")[2]
-    victim = next(node for node in frail.decode if name.endswith(node.name) or runs_as(node.process.log, name))
+    victim = frail.node(name)
     victim.kill()
     page.locator("#pods tr.gone", has_text=name).filter(has_text="gone").wait_for()
     page.locator("#pods-count", has_text="2 of 2 ready").wait_for()
@@ -38,10 +38,6 @@ def test_a_pod_that_dies_is_gone_and_the_answer_goes_on(frail: Stack, open_page:
     assert page.locator("#link").text_content() == "Live"
     victim.restart()
     page.locator("#pods-count", has_text="3 of 3 ready").wait_for(timeout=60_000)
-
-
-def runs_as(log: Path, pod_id: str) -> bool:
-    return pod_id in log.read_text(errors="replace")
 
 
 def test_a_router_that_dies_and_comes_back(frail: Stack, open_page: OpenPage) -> None:
