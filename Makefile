@@ -23,7 +23,7 @@ unexport PROMPT
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo up down status test test-fast e2e k8s-test browser-test console-screenshot soak lint format type proto proto-check bench bench-kv bench-router clean
+.PHONY: help setup model demo up down status test test-fast e2e k8s-test browser-test console-screenshot soak compose-tools compose-test lint format type proto proto-check bench bench-kv bench-router clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-19s %s\n", $$1, $$2}'
@@ -61,7 +61,7 @@ status: ## pods, what they hold, bytes pushed
 	@$(BIN)/kvrelay status
 
 # By file, for a file's tests share servers; in the order of their names, for the long ones are not last then.
-fast = $(BIN)/python -m pytest -m 'not e2e and not browser' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+fast = $(BIN)/python -m pytest -m 'not e2e and not browser and not compose' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 # One after the other: a stack wants all cores.
 stacks = $(BIN)/python -m pytest -m e2e $(ARGS)
 # What ARGS names may all be of the one kind: pytest's code for no tests is 5.
@@ -92,6 +92,14 @@ console-screenshot: setup ## docs/console.png anew: the console over a stack und
 
 soak: setup ## the full counts of what `test` samples, and a report; hours (ARGS="--list", ARGS="--only 'faults-*'")
 	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+# The packages' own services stay off: the test starts an engine of its own.
+compose-tools: ## Debian's Docker engine and mmdebstrap, for compose-test; as root
+	policy=/usr/sbin/policy-rc.d; [ -e $$policy ] || { trap "rm -f $$policy" EXIT; printf '#!/bin/sh\nexit 101\n' > $$policy; chmod +x $$policy; }; \
+	apt-get update && apt-get install --yes --no-install-recommends docker.io mmdebstrap
+
+compose-test: setup ## images and `docker compose up` for real, on a Docker engine of its own, without pulling anything
+	TORCH='$(TORCH)' $(BIN)/python -m pytest -m compose tests/deploy $(ARGS)
 
 lint: $(STAMP) type ## style, format and types
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ pip --python /opt/kvrelay/bin/python install --constraint requirements.lock --co
 cd /opt/kvrelay/lib/python3*/site-packages
 find . -type f \( -name '*.a' -o -name '*.pyx' -o -name '*.pyx.in' -o -name '*.pxd' -o -name '*.h' -o -name '*.hpp' -o -name '*.cuh' \) -delete
 find numpy -type d -name tests -prune -exec rm -rf {} +
-rm -rf libucx/bin libucx/lib/ucx/libucx_perftest* torch/include torch/bin torch/test
+rm -rf libucx/bin libucx/lib/ucx/libucx_perftest* torch/include torch/test
 for library in libucx/lib/*.so.0 libucx/lib/ucx/*.so.0; do
   [ -f "$library" ] || continue
   for copy in "${library%.0}" "$library.0.0"; do

@@ -121,9 +121,9 @@ class DockerEngine:
                 words = path.read_bytes().decode(errors="replace").split("\0")
             except OSError:  # it has ended
                 continue
-            if Path(words[0]).name.startswith("containerd-shim") and any(str(self._run_dir) in word for word in words):
-                found.append(" ".join(words))
-            elif Path(words[0]).name == "docker-proxy" and self._parent(path) == self._pid:
+            name = Path(words[0]).name
+            shim = name.startswith("containerd-shim") and any(str(self._run_dir) in word for word in words)
+            if shim or (name == "docker-proxy" and self._parent(path) == self._pid):
                 found.append(" ".join(words))
         return found
 
