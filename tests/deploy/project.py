@@ -30,7 +30,7 @@ class Project:
         self.url = f"http://127.0.0.1:{settings['ROUTER_HTTP_PORT']}"
 
     def compose(self, *words: str, seconds: float = 120.0) -> str:
-        command = [_compose(), "--project-name", NAME]
+        command = [_compose(), "--progress=quiet", "--project-name", NAME]
         command += [word for file in FILES for word in ("--file", str(ROOT / file))]
         return run([*command, *words], {**self.engine.environ, **self.settings}, seconds=seconds)
 
