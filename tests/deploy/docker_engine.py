@@ -1,6 +1,7 @@
 """A Docker engine of a test's own: its data, sockets and processes are apart from any other on this machine, and it leaves the
 machine's firewall and forwarding as they are. What it has built stays in its data folder, for the next time."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -52,6 +53,13 @@ class DockerEngine:
             raise NoEngine("a Docker engine needs root")
         dockerd = tool("dockerd")
         self._data.mkdir(parents=True, exist_ok=True)
+        # dockerd holds it too, so that what outlives a killed test keeps others away.
+        self._lock = (self._data.parent / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise NoEngine(f"another engine uses {self._data}") from error
         # A socket's path has about a hundred characters at most.
         self._run_dir = Path(tempfile.mkdtemp(prefix="kvrelay-docker-"))
         self._socket = self._run_dir / "docker.sock"
@@ -71,7 +79,9 @@ class DockerEngine:
         }
         with self._log.open("wb") as log:
             command = [dockerd, *(f"--{name}={value}" for name, value in options.items())]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[self._lock.fileno()]
+            )
         try:
             self._await_start()
         except NoEngine:
@@ -104,14 +114,21 @@ class DockerEngine:
                 self._process.kill()
                 self._process.wait()
         self._process = None
-        for mount in reversed(self.mounts()):
+        for mount in reversed(self._all_mounts()):
             run(["umount", "--lazy", mount], dict(os.environ))
         shutil.rmtree(self._run_dir)
+        self._lock.close()
 
     def mounts(self) -> list[str]:
-        """Of this engine's, in the order in which they were made."""
+        """Of containers and volumes."""
+        # What dockerd keeps for itself as long as it runs: its data folder, and the host's network for builds.
+        own = {str(self._data), str(self._run_dir / "exec" / "netns" / "default")}
+        return [mount for mount in self._all_mounts() if mount not in own]
+
+    def _all_mounts(self) -> list[str]:
+        """In the order in which they were made."""
         places = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
-        return [place for place in places if place.startswith((f"{self._data}/", f"{self._run_dir}/"))]
+        return [place for place in places if f"{place}/".startswith((f"{self._data}/", f"{self._run_dir}/"))]
 
     def processes(self) -> list[str]:
         """Command lines of what runs for this engine, dockerd and containerd apart: shims of containers, proxies of ports."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,7 @@ class Project:
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        self.down()  # what a killed test may have left
         try:
             try:
                 self.up()
@@ -63,6 +65,11 @@ class Project:
     def containers(self, service: str = "") -> list[str]:
         """Ids of those that run."""
         return self.compose("ps", "--quiet", *([service] if service else [])).split()
+
+    def healthy(self) -> dict[str, int]:
+        """How many containers of each service can serve."""
+        seen = self.compose("ps", "--format={{.Service}} {{.Health}}").splitlines()
+        return dict(Counter(line.split()[0] for line in seen if line.endswith(" healthy")))
 
     def inspect(self, container: str) -> dict[str, Any]:
         [found] = json.loads(self.engine.docker("inspect", container))
