@@ -25,7 +25,7 @@ from tests.deploy.docker_engine import DockerEngine, run, tool
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = "deploy/docker/Dockerfile"
 TARGETS = ("router", "kvstore", "prefill", "decode", "tools")
-EXTRAS = ("router", "kvstore", "engine", "gguf", "zmq", "ucx", "cli", "model")
+EXTRAS = ("router", "kvstore", "engine", "gguf", "zmq", "otel", "ucx", "cli", "model")
 # With what pip needs to build a wheel, and what redis needs before Python 3.11.3: Debian's is 3.11.2.
 MORE = ("pip==26.3", "hatchling==1.33.0", "async-timeout")
 BASE = "python:3.11-slim-bookworm"

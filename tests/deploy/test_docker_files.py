@@ -24,6 +24,7 @@ from kvrelay.decode.main import DecodeSettings
 from kvrelay.kvstore.settings import KvStoreSettings
 from kvrelay.prefill.main import PrefillSettings
 from kvrelay.router.settings import RouterSettings
+from tests.deploy.docker_engine import DockerEngine, NoEngine
 
 pytestmark = pytest.mark.unit
 
@@ -140,6 +141,29 @@ def test_what_the_dockerfile_runs_is_shell() -> None:
     for command in commands:
         done = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+# Where there is no engine.
+
+
+def test_without_docker_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda name, path=None: None)
+    with (
+        pytest.raises(NoEngine, match=r"dockerd is not there: run `make compose-tools`"),
+        DockerEngine(tmp_path / "data"),
+    ):
+        pass
+
+
+def test_where_docker_does_not_start_its_last_words_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "dockerd"
+    fake.write_text("#!/bin/sh\necho 'no cgroups on this machine' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda name, path=None: str(fake))
+    with pytest.raises(NoEngine, match="no cgroups on this machine"), DockerEngine(tmp_path / "data"):
+        pass
 
 
 # The names.
