@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LEAF_BYTES = 16 << 10
 """As `transfer.checksum` has it."""
 FEW_TOKENS = 16
-"""Up to which a product with a weight in 8 bits takes the tokens as they are; to read the weight takes longer than to widen it."""
+"""Up to which a product with a weight in 8 bits takes the tokens as they are: most of its time is the weight's reading, not the arithmetic."""
 
 
 class ReferenceOps:
