@@ -8,6 +8,7 @@ python -m benchmarks.gpu.products --fp8      the same of weights in 8 bits, besi
 import argparse
 import concurrent.futures
 import dataclasses
+import fnmatch
 import itertools
 import multiprocessing
 import os
@@ -132,7 +133,7 @@ def time_product(tokens: int, name: str, shape: tuple[int, int], fp8: bool = Fal
     return Compared(Timing(label, f"T {tokens} {shape[0]} x {shape[1]}", us, moved), torch_us)
 
 
-def time_layers(tokens: int, model: Shapes, fp8: bool = False, **changes: bool) -> Compared:
+def time_layers(tokens: int, model: Shapes, fp8: bool = False, **changes: int) -> Compared:
     """All products of a layer and both norms, one after the other, each on what the one before gives (attention left out), of so
     many layers that the cache does not hold them. Time and bytes are a layer's."""
     shapes = [shape for name, shape in shapes_of(model).items() if name != "head"]
@@ -165,7 +166,7 @@ def time_layers(tokens: int, model: Shapes, fp8: bool = False, **changes: bool) 
 
     check(from_the_start(ours), from_the_start(others), ROUNDED if fp8 and tokens > MAX_TOKENS else AFTER_FOUR)
     us, torch_us = time_us(lambda i: layer(ours, i), count), time_us(lambda i: layer(others, i), count)
-    label = "a layer" + ", fp8" * fp8 + "".join(f", not {name}" for name, on in changes.items() if not on)
+    label = "a layer" + ", fp8" * fp8 + "".join(f", {name} {value}" for name, value in changes.items())
     return Compared(Timing(label, f"T {tokens} {model.model}", us, moved), torch_us)
 
 
@@ -207,7 +208,7 @@ def candidates(tokens: int, shape: tuple[int, int], gated: bool, fp8: bool) -> l
         NarrowConfig(taken, parts, block_k, block, warps, stages, ahead=ahead)
         for block in (64, 128)[: 1 + (tokens > 64)]
         for taken, parts, block_k in itertools.product((64, 128, 256), (1, 2, 4, 8, 16), (64, 128))
-        for warps, stages, ahead in itertools.product((4, 8), (4, 6), (0, 256))
+        for warps, stages, ahead in itertools.product((4, 8), (4, 6), (0,))
         if columns % (parts * block_k) == 0
         and 64 <= parts * (rows // taken) * triton.cdiv(tokens, block) <= 2048
         and taken * (1 + (gated and parts == 1)) * min(block, padded) // (32 * warps) <= 128
@@ -224,13 +225,13 @@ def compile_one(tokens: int, columns: int, gated: bool, fp8: bool, config: Confi
     product(torch.zeros(tokens, columns, device="cuda", dtype=BF16), weight, gated, config)
 
 
-def sweep(tokens: int, fp8: bool) -> None:
+def sweep(tokens: int, fp8: bool, models: str) -> None:
     """Each alone, in a row of others like it."""
     shapes = [
         (model.model, name, shape)
         for model in MODELS
         for name, shape in shapes_of(model).items()
-        if name != "head" or not fp8
+        if fnmatch.fnmatch(model.model, models) and (name != "head" or not fp8)
     ]
     wanted = {
         (shape[1], name == "gate_up", fp8, config)
@@ -282,11 +283,12 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--tokens", type=int, default=1, help="of a sweep")
+    parser.add_argument("--model", default="*", help="pattern of the models of a sweep [%(default)s]")
     arguments = parser.parse_args()
     if arguments.sweep and arguments.fp8 and arguments.tokens > MAX_TOKENS:
         parser.error(f"products of more than {MAX_TOKENS} tokens in 8 bits are torch's")
     if arguments.sweep:
-        sweep(arguments.tokens, arguments.fp8)
+        sweep(arguments.tokens, arguments.fp8, arguments.model)
     else:
         for compared in timings(arguments.fp8):
             print(compared, flush=True)

@@ -45,16 +45,24 @@ class NarrowConfig:
     """Columns of its part of the weight that it asks for until then."""
 
 
-def narrow_config(rows: int, columns: int, gated: bool = False) -> NarrowConfig:
-    """For a weight [rows, columns]: a program for each of a GPU's multiprocessors, or more, of 256 columns at least."""
+def narrow_config(
+    rows: int, columns: int, gated: bool = False, *, added: bool = True, itemsize: int = 2
+) -> NarrowConfig:
+    """For a weight [rows, columns], what was fastest on an H200 of 64 tokens.
+
+    A program takes 256 bytes of a row at a time. There is one for each multiprocessor, or more; where a second kernel has to add the
+    parts, half as many serve as well, unless that is a long way for each.
+    """
+    block_k = 256 // itemsize
     if gated and triton.cdiv(rows // 2, 64) >= _ENOUGH_PROGRAMS:
-        return NarrowConfig(64, 1)
+        return NarrowConfig(64, 1, block_k, stages=4)
+    if rows // 128 >= 4 * _ENOUGH_PROGRAMS:
+        return NarrowConfig(128, 1, block_k, stages=4)
+    enough = _ENOUGH_PROGRAMS if not added or columns > 4096 else _ENOUGH_PROGRAMS // 2
     parts = 1
-    while (
-        triton.cdiv(rows, 128) * parts < _ENOUGH_PROGRAMS and columns % (128 * parts) == 0 and columns // parts >= 512
-    ):
+    while triton.cdiv(rows, 64) * parts < enough and columns % (2 * parts * block_k) == 0:
         parts *= 2
-    return NarrowConfig(128, parts)
+    return NarrowConfig(64, parts, block_k, stages=4 if gated else 6)
 
 
 @triton.jit
@@ -122,7 +130,7 @@ def narrow(
         out = x.new_empty(tokens, width)
     if not tokens:
         return out
-    config = config or narrow_config(rows, columns, gated)
+    config = config or narrow_config(rows, columns, gated, added=added, itemsize=x.itemsize)
     if config.parts > 1 and columns % (config.parts * config.block_k):
         raise ValueError(f"{columns} columns are not {config.parts} parts of blocks of {config.block_k}")
     launch = early(x, config.early)
