@@ -59,8 +59,8 @@ class RoundedInput(layers.Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._inner(quantize(x).wide(x.dtype))
 
-    def unadded(self, x: torch.Tensor) -> torch.Tensor:
-        return self._inner.unadded(quantize(x).wide(x.dtype))
+    def added(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+        return self._inner.added(quantize(x).wide(x.dtype), hidden)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         return self._inner.gated(quantize(x).wide(x.dtype))

@@ -221,14 +221,15 @@ def test_a_chain_in_a_graph(tokens: int, in_8_bits: bool) -> None:
     x, ops = randn(tokens, hidden, dtype=dtype), TritonOps()
 
     def chain(after: Callable[[], None]) -> torch.Tensor:
-        stream, delta = x.clone(), torch.zeros_like(x)
+        stream = x.clone()
+        delta: torch.Tensor | None = torch.zeros_like(x)
         for gate_up, down in layers:
             after()
             normed = ops.add_norm(stream, delta, norm)
             after()
             inside = ops.gated_product(normed, gate_up)
             after()
-            delta = ops.unadded_product(inside, down)
+            delta = ops.added_product(inside, down, None, stream)
         after()
         return ops.add_norm(stream, delta, norm)
 

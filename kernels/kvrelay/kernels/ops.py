@@ -47,7 +47,7 @@ class Ops(Protocol):
 
     def add_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
         """Adds `delta` [T, H] to `hidden` [T, H] in place, if there is one, and gives its norm, [T, H]. `delta` may be what
-        `unadded_product` gives."""
+        `added_product` gives."""
         ...
 
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: Norm | None) -> torch.Tensor:
@@ -72,11 +72,11 @@ class Ops(Protocol):
         """
         ...
 
-    def unadded_product(
-        self, x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`product`, or parts of it in float32, [parts, T, N], where to add them is left to `add_norm`: in their order, rounded
-        when they are added."""
+    def added_product(
+        self, x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor | None, hidden: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Adds `product` to `hidden` [T, N] in place; or gives it, or parts of it in float32, [parts, T, N], where to add them is
+        left to `add_norm`: in their order, rounded when they are added."""
         ...
 
     def gated_product(

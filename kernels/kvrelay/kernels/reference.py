@@ -54,9 +54,9 @@ class ReferenceOps:
             return torch.mm(x, weight.T, out_dtype=dtype)
         return F.linear(x, weight, bias).to(dtype)
 
-    def unadded_product(
-        self, x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def added_product(
+        self, x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor | None, hidden: torch.Tensor
+    ) -> torch.Tensor | None:
         return self.product(x, weight, bias)
 
     def gated_product(

@@ -1,5 +1,4 @@
-"""Products of some tokens, 256 at most, with a weight. `benchmarks.gpu.products` compares them with torch's; `TritonOps` does not use
-them yet.
+"""Products of some tokens, 256 at most, with a weight. `benchmarks.gpu.products` compares them with torch's.
 
 As in `thin`, the weight's rows take the place that tokens have in a product of many, and what programs with parts of the columns give
 is added by a second kernel. Here the tokens weigh as much as the weight's rows: both come by the bulk tensor copy engine, which takes

@@ -1,5 +1,7 @@
 """The Triton kernels as the interface that models compute by."""
 
+from collections.abc import Callable
+
 import torch
 
 from kvrelay.kernels.ops import Norm
@@ -7,10 +9,16 @@ from kvrelay.kernels.reference import ReferenceOps
 from kvrelay.kernels.scaled import Scaled
 from kvrelay.kernels.triton.gate import silu_gate
 from kvrelay.kernels.triton.gemv import gemv
+from kvrelay.kernels.triton.narrow import ALIGNMENT, narrow
 from kvrelay.kernels.triton.norm import add_norm
 from kvrelay.kernels.triton.quantize import quantize_rows
 from kvrelay.kernels.triton.rotary import rotate
 from kvrelay.kernels.triton.thin import MAX_TOKENS, thin
+
+NARROW_TOKENS = 64
+"""Of products up to which `narrow` is faster than torch's on an H200."""
+ADDED_FROM = 256
+"""Tokens, from which a product of torch's that adds to what is there costs no more than one that does not."""
 
 
 class TritonOps(ReferenceOps):
@@ -37,26 +45,39 @@ class TritonOps(ReferenceOps):
         bias: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        if not 0 < len(x) <= MAX_TOKENS:
-            if isinstance(weight, Scaled) and x.is_cuda:
-                return scaled_product(x, weight, bias).to(dtype or x.dtype)
-            return super().product(x, weight, bias, dtype)
-        out = x.new_empty(len(x), len(weight), dtype=dtype)
-        return (gemv if len(x) == 1 else thin)(x, weight, bias, out=out)
+        by = _kernel(x, weight)
+        if by is not None:
+            return by(x, weight, bias, out=x.new_empty(len(x), len(weight), dtype=dtype))
+        if isinstance(weight, Scaled) and x.is_cuda and len(x):
+            return scaled_product(x, weight, bias).to(dtype or x.dtype)
+        return super().product(x, weight, bias, dtype)
 
-    def unadded_product(
-        self, x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if not 1 < len(x) <= MAX_TOKENS:
-            return self.product(x, weight, bias)
-        return thin(x, weight, bias, added=False)
+    def added_product(
+        self, x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor | None, hidden: torch.Tensor
+    ) -> torch.Tensor | None:
+        by = _kernel(x, weight)
+        if by is thin or by is narrow:
+            return by(x, weight, bias, added=False)
+        if by is None and bias is None and isinstance(weight, torch.Tensor) and x.is_cuda and len(x) >= ADDED_FROM:
+            hidden.addmm_(x, weight.T)
+            return None
+        return self.product(x, weight, bias)
 
     def gated_product(
         self, x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if not 0 < len(x) <= MAX_TOKENS:
-            return super().gated_product(x, weight, bias)
-        return (gemv if len(x) == 1 else thin)(x, weight, bias, gated=True)
+        by = _kernel(x, weight)
+        return super().gated_product(x, weight, bias) if by is None else by(x, weight, bias, gated=True)
+
+
+def _kernel(x: torch.Tensor, weight: torch.Tensor | Scaled) -> Callable[..., torch.Tensor] | None:
+    """For a product of few tokens, the fastest; None: torch's."""
+    tokens, columns = x.shape
+    if tokens <= MAX_TOKENS:
+        return (None, gemv)[tokens] if tokens < 2 else thin
+    if tokens > NARROW_TOKENS or isinstance(weight, Scaled) or x.itemsize != 2 or columns * x.itemsize % ALIGNMENT:
+        return None
+    return narrow
 
 
 def scaled_product(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None) -> torch.Tensor:

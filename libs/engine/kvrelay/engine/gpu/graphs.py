@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.gpu.inputs import DECODE_WORDS, NOWHERE, Draw, to_send
+from kvrelay.engine.gpu.inputs import DECODE_WORDS, NOWHERE, Draw
+from kvrelay.engine.gpu.staging import Staging
 
 Decode = Callable[[torch.Tensor, Draw], torch.Tensor]
 """Computes a step of single tokens out of its words [11, S] on the device (see `inputs`), and gives their tokens [S]."""
@@ -19,9 +20,10 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    def __init__(self, max_num_seqs: int, decode: Decode, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, decode: Decode, staging: Staging, device: torch.device) -> None:
         self._sizes = sizes_up_to(max_num_seqs)
         self._decode = decode
+        self._staging = staging
         self._words = torch.zeros(DECODE_WORDS * max_num_seqs, dtype=torch.int64, device=device)
         self._captured: dict[tuple[int, Draw], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
@@ -50,7 +52,7 @@ class DecodeGraphs:
         """`words` [11, S], S one of the sizes."""
         size = words.shape[1]
         room = self._room(size)
-        room.view(-1).copy_(to_send(words.reshape(-1), room.device), non_blocking=True)
+        self._staging.copy([words], room.view(-1))
         if (size, draw) not in self._captured:
             return self._decode(room, draw)
         graph, tokens = self._captured[size, draw]

@@ -139,17 +139,6 @@ class DeviceRows:
         self.starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
 
 
-def send(parts: list[NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
-    """All in one copy, which does not wait for what the device does."""
-    flat = to_send(np.concatenate([part.reshape(-1) for part in parts]), device).to(device, non_blocking=True)
-    sizes = [part.size for part in parts]
-    return [words.view(part.shape) for words, part in zip(flat.split(sizes), parts, strict=True)]
-
-
-def to_send(words: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(words).pin_memory() if device.type == "cuda" else torch.from_numpy(words)
-
-
 def sampling_words(
     rows: NDArray[np.int64], choices: NDArray[np.int64], positions: NDArray[np.int64], host: HostRows
 ) -> NDArray[np.int64]:

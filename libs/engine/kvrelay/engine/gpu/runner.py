@@ -35,11 +35,11 @@ from kvrelay.engine.gpu.inputs import (
     branches,
     decode_words,
     prompts_of,
-    send,
     step_words,
     unpack_decodes,
     unpack_step,
 )
+from kvrelay.engine.gpu.staging import Staging
 from kvrelay.engine.loader import LoadedModel
 from kvrelay.engine.penalties import adjusts
 from kvrelay.engine.runner import prompt_logprobs_of
@@ -120,10 +120,11 @@ class GpuRunner:
         max_blocks = -(-loaded.max_model_len // config.block_size)
         self._host = HostRows(config.max_num_seqs, max_blocks, config.block_size)
         self._rows = DeviceRows(config.max_num_seqs, max_blocks, device)
+        self._staging = Staging(device)
         self._over = 0.0
         """When the last step was over."""
         self._max_sampled = config.max_num_seqs
-        self._graphs = DecodeGraphs(config.max_num_seqs, self._decode, device)
+        self._graphs = DecodeGraphs(config.max_num_seqs, self._decode, self._staging, device)
 
     def capture(self) -> None:
         self._graphs.capture()
@@ -198,7 +199,7 @@ class GpuRunner:
 
         if len(sampled) > self._max_sampled or any(_needs_host(part) for part in parts):
             inputs = self._unpack(parts, rows)
-            return Done(self._sample_on_host(parts, sampled, inputs, self._forward(inputs), after))
+            return Done(self._sample_on_host(parts, sampled, inputs, self._forward(inputs, None), after))
         if all(part.num_tokens == 1 and part.samples and branches(part.seq) == 1 for part in parts):
             size = self._graphs.size_for(len(parts))
             tokens = self._graphs.run(decode_words(parts, rows, self._host, size), draw)
@@ -208,31 +209,29 @@ class GpuRunner:
 
     def _unpack(self, parts: list[Scheduled], rows: NDArray[np.int64]) -> DeviceInputs:
         num_decodes = next((i for i, part in enumerate(parts) if part.num_tokens > 1), len(parts))
-        words = send(step_words(parts, rows, self._host), self.device)
+        words = self._staging.send(step_words(parts, rows, self._host))
         return unpack_step(words, self._rows, num_decodes, prompts_of(parts, num_decodes))
 
     def _send_changes(self) -> None:
         """Of block tables."""
         if self._host.changes:
-            at, values = send(list(self._host.take_changes()), self.device)
+            at, values = self._staging.send(list(self._host.take_changes()))
             self._rows.tables.view(-1).index_copy_(0, at, values.to(torch.int32))
 
     def _decode(self, words: torch.Tensor, draw: Draw) -> torch.Tensor:
         """A step of single tokens, out of `decode_words` on the device."""
         return self._sample(self._unpack_decodes(words, self._rows), draw)
 
-    def _forward(self, inputs: DeviceInputs) -> torch.Tensor:
+    def _forward(self, inputs: DeviceInputs, wanted: torch.Tensor | None) -> torch.Tensor:
         return self._model.forward(
-            inputs.token_ids, inputs.positions, self.kv, self._attention.prepare(inputs), no_hook
+            inputs.token_ids, inputs.positions, self.kv, self._attention.prepare(inputs), no_hook, wanted
         )
 
     def _sample(self, inputs: DeviceInputs, draw: Draw) -> torch.Tensor:
         """Tokens [R], in the sequences' rows too."""
-        hidden = self._forward(inputs)
-        if inputs.last is not None:
-            if not len(inputs.last):
-                return inputs.last
-            hidden = hidden[inputs.last]
+        hidden = self._forward(inputs, inputs.last)
+        if not len(hidden):
+            return inputs.feed_rows
         tokens = self._sampler(self._model.logits(hidden), inputs, draw)
         self._rows.tokens.index_copy_(0, inputs.feed_rows, tokens.clamp(min=0))
         return tokens

@@ -40,8 +40,10 @@ class Decoder:
         kv: KvCache,
         attention: AttentionMetadata,
         on_layer: LayerHook,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`token_ids`, `positions` int64 [T] → normalized hidden states [T, H].
+        """`token_ids`, `positions` int64 [T] → normalized hidden states [T, H], or [R, H] of the tokens `wanted`, int64 [R]:
+        of others the last layer computes nothing beyond their KV and their attention.
 
         `on_layer(i)` is called when layer i's KV lies in the cache and its attention was issued.
         """
@@ -51,6 +53,10 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             mixed = attention.mix(index, layer.project(hidden, delta, rotation), kv)
             on_layer(index)
+            if wanted is not None and layer is self._layers[-1]:
+                if not len(wanted):
+                    return hidden[:0]
+                hidden, mixed = hidden[wanted], mixed[wanted]
             delta = layer.finish(hidden, mixed)
         return self._ops.add_norm(hidden, delta, self._norm)
 
@@ -91,10 +97,11 @@ class Layer:
         qkv = self._qkv(normed).view(len(hidden), -1, config.head_dim)
         return Heads(qkv, config.num_kv_heads, rotation, self._head_norm, self._ops)
 
-    def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """Adds the attention `mixed` [T, Hq, D] to `hidden` [T, H] in place, and gives what is to be added for the MLP, as `add_norm` takes it."""
-        normed = self._ops.add_norm(hidden, self._output.unadded(mixed.flatten(1)), self._mlp_norm)
-        return self._down.unadded(self._gate_up.gated(normed))
+    def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor | None:
+        """Adds the attention `mixed` [T, Hq, D] to `hidden` [T, H] in place, and the MLP as far as `add_norm` is not to: gives what
+        is."""
+        normed = self._ops.add_norm(hidden, self._output.added(mixed.flatten(1), hidden), self._mlp_norm)
+        return self._down.added(self._gate_up.gated(normed), hidden)
 
 
 def _head_norm(config: ModelConfig, name: str, weights: Weights) -> Norm:

@@ -21,9 +21,9 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.product(x, self._weight, self._bias)
 
-    def unadded(self, x: torch.Tensor) -> torch.Tensor:
-        """For `Ops.add_norm`, and for nothing else: see `Ops.unadded_product`."""
-        return self._ops.unadded_product(x, self._weight, self._bias)
+    def added(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+        """To `hidden`, in place, or else what `Ops.add_norm` is to add to it: see `Ops.added_product`."""
+        return self._ops.added_product(x, self._weight, self._bias, hidden)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """Of the products, the first half gates of the second: silu(gate) × up, [T, out / 2]."""
@@ -48,7 +48,7 @@ class PackedLinear(Linear):
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return y
 
-    def unadded(self, x: torch.Tensor) -> torch.Tensor:
+    def added(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return self(x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ class CausalModel(Protocol):
         kv: KvCache,
         attention: AttentionMetadata,
         on_layer: LayerHook,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
