@@ -59,17 +59,22 @@ def _summary(trace: profile, steps: int) -> dict[str, Any]:
     by_kernel: Counter[str] = Counter()
     for event in events:
         if event.get("cat") in ON_GPU:
-            spans.append((event["ts"], event["ts"] + event["dur"]))
+            spans.append((event["ts"], event["ts"] + event["dur"], event["name"][:60]))
             by_kernel[event["name"]] += event["dur"]
     spans.sort()
-    busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
+    busy, end, before = 0.0, spans[0][0], ""
+    gaps: list[tuple[float, str]] = []
+    for start, stop, name in spans:
+        if start > end:
+            gaps.append((start - end, f"{before} to {name}"))
         busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
+        if stop > end:
+            end, before = stop, name
     whole = end - spans[0][0]
     return {
         "idle": 1 - busy / whole,
         "ms_a_step": whole / steps / 1e3,
         "kernels_a_step": len(spans) / steps,
+        "longest_gaps_us": [(round(us, 1), where) for us, where in sorted(gaps, reverse=True)[:4]],
         "us_a_step": {name[:80]: round(us / steps, 1) for name, us in by_kernel.most_common(14)},
     }

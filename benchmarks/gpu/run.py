@@ -65,6 +65,8 @@ class Model:
             max_step_ms=10_000.0,
             **{**own, **options},
         )
+        gc.collect()
+        gc.freeze()  # as the engine's own process does
         print(f"{name}: loaded in {time.perf_counter() - started:.1f} s", flush=True)
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
@@ -186,6 +188,7 @@ def run(patterns: list[str], bundled: Path, **options: Any) -> Iterator[tuple[st
 
 
 def _free() -> None:
+    gc.unfreeze()
     gc.collect()  # an engine's parts know each other
     torch.cuda.empty_cache()
 

@@ -31,5 +31,7 @@ def quantize(x: torch.Tensor) -> Scaled:
     """x [R, K], rounded to nearest. A row that is not finite has a NaN in it still."""
     wide = x.to(torch.float32)
     largest = wide.abs().amax(1).clamp(min=LEAST)
-    values = (wide * (LARGEST / largest).unsqueeze(1)).clamp_(-LARGEST, LARGEST)
-    return Scaled(values.to(torch.float8_e4m3fn), largest / LARGEST)
+    # By a tensor, as torch rounds twice where a number is divided, and on a GPU where one divides.
+    bound = torch.full_like(largest, LARGEST)
+    values = (wide * (bound / largest).unsqueeze(1)).clamp_(-LARGEST, LARGEST)
+    return Scaled(values.to(torch.float8_e4m3fn), largest / bound)

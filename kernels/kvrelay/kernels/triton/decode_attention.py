@@ -196,7 +196,9 @@ def decode_config(head_dim: int, group: int, dtype: torch.dtype) -> DecodeConfig
         return DecodeConfig(tile=16, warps=4, stages=2, programs=2)
     wide = group > 32
     if head_dim == 256:
-        return DecodeConfig(tile=32, warps=8 if wide else 4, stages=4, programs=1 if wide else 2)
+        # Queries of 32 heads lie in the shared memory as well.
+        stages = 3 if group > 16 and not wide else 4
+        return DecodeConfig(tile=32, warps=8 if wide else 4, stages=stages, programs=1 if wide else 2)
     programs = 4 if head_dim == 64 or group <= 16 else 2 if wide else 3
     return DecodeConfig(tile=32, warps=4, stages=4, programs=programs, least=2)
 
