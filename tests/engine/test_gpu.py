@@ -1,5 +1,6 @@
 """The GPU's runner, on a GPU or with its kernels interpreted: it says what the CPU's says, whatever the steps are made of."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from kvrelay.common.request import ChoiceDelta, SamplingParams
+from kvrelay.engine.attention.prefill import Prefill
 from kvrelay.engine.attention.registry import choose
 from kvrelay.engine.attention.whole import WholePrompts
 from kvrelay.engine.config import EngineConfig
@@ -77,7 +79,7 @@ def config_of(folder: Path, device: str, **options: Any) -> EngineConfig:
 
 def on_gpu(folder: Path, whole_from: int | None = None, **options: Any) -> tuple[GpuRunner, LoadedModel, EngineConfig]:
     """With the interpreter, what a GPU does happens on the CPU. Prompts of `whole_from` tokens and more by torch's kernels."""
-    from kvrelay.engine.attention.triton import TritonAttention
+    from kvrelay.engine.attention.triton import TritonAttention, TritonPages
 
     config = config_of(folder, DEVICE, **options)
     with pytest.MonkeyPatch.context() as patch:
@@ -86,10 +88,11 @@ def on_gpu(folder: Path, whole_from: int | None = None, **options: Any) -> tuple
             patch.setattr(layers, "_packs", lambda weight: False)
         loaded = load_model(config, lambda what, done, total: None)
     model, dtype = loaded.model_config, loaded.model.dtype
-    whole = whole_from and WholePrompts(
-        SDPBackend.MATH, model.num_heads, model.num_kv_heads, model.head_dim, dtype, DEVICE, from_tokens=whole_from
-    )
-    attention = TritonAttention(config, model, dtype, whole or None)
+    prefill = Prefill("triton", partial(TritonPages, config.block_size))
+    if whole_from is not None:
+        whole = WholePrompts(SDPBackend.MATH, model.num_heads, model.num_kv_heads, model.head_dim, dtype, DEVICE)
+        prefill = Prefill("torch", partial(TritonPages, config.block_size), whole.part, whole_from)
+    attention = TritonAttention(config, model, dtype, prefill)
     sampler = TritonSampler(config.max_num_seqs, loaded.vocab_size, torch.device(DEVICE))
     host_sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
     assert config.kv_cache_bytes is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from kvrelay.engine.attention.triton import divide
+from kvrelay.engine.attention.prefill import divide
 from kvrelay.engine.attention.whole import WholePrompts, padded
 from kvrelay.engine.gpu.inputs import Prompt
 from tests.kernels.triton_device import DEVICE, ON_GPU
@@ -57,16 +57,19 @@ def test_rehearsal_names_all_lengths() -> None:
 def test_what_is_computed_as_whole() -> None:
     sizes = [(5, False), (9, True), (2, True), (3, False), (10, True), (12, True), (20, False)]
     ends = itertools.accumulate(size for size, _ in sizes)
-    prompts = tuple(Prompt(end - size, end, whole) for (size, whole), end in zip(sizes, ends, strict=True))
-    whole, runs = divide(prompts, 9)
-    assert whole == [prompts[1], prompts[4], prompts[5]]
-    assert [(run.first, tuple(run.prompts)) for run in runs] == [
-        (0, prompts[:1]),
-        (2, prompts[2:4]),
-        (6, prompts[6:]),
+    prompts = tuple(
+        Prompt(end - size, end, size if whole else size + 1) for (size, whole), end in zip(sizes, ends, strict=True)
+    )
+    assert [(run.first, run.prompts, run.whole, run.tokens) for run in divide(prompts, 9)] == [
+        (0, prompts[:1], False, slice(0, 5)),
+        (1, prompts[1:2], True, slice(5, 14)),
+        (2, prompts[2:4], False, slice(14, 19)),
+        (4, prompts[4:6], True, slice(19, 41)),
+        (6, prompts[6:], False, slice(41, 61)),
     ]
-    assert divide(prompts, 100)[1][0].prompts == list(prompts)
-    assert divide((), 1) == ([], [])
+    (run,) = divide(prompts, 100)
+    assert (run.prompts, run.whole) == (prompts, False)
+    assert divide((), 1) == []
 
 
 @pytest.mark.skipif(ON_GPU, reason="there cuDNN can be had")

@@ -1,4 +1,4 @@
-"""Attention of whole prompts: on keys and values as they are at hand, by torch's fused kernels, one call a prompt."""
+"""Attention of whole prompts by torch's fused kernels, one call a prompt: cuDNN's, where it can."""
 
 import warnings
 
@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvrelay.engine.attention.prefill import Operands, Run
+from kvrelay.engine.gpu.inputs import DeviceInputs
 
 FROM_TOKENS = 1024
 """Shorter prompts fill a GPU together, not one by one."""
@@ -69,12 +72,35 @@ class WholePrompts:
             )
         return out[0].transpose(0, 1)[:length]
 
+    def part(self, inputs: DeviceInputs, run: Run) -> "WholePart":
+        return WholePart(self, run)
+
     def _like(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         q_shape, (sides, *kv_shape) = self._shapes
         return (
             torch.zeros(length, *q_shape, dtype=self._dtype, device=self._device),
             torch.zeros(sides, length, *kv_shape, dtype=self._dtype, device=self._device),
         )
+
+
+class WholePart:
+    at_hand = True
+
+    def __init__(self, attend: WholePrompts, run: Run) -> None:
+        self.tokens = run.tokens
+        # What is read behind the last token are queries of padding.
+        self.rows = max(prompt.start + padded(prompt.end - prompt.start) for prompt in run.prompts)
+        self._attend = attend
+        self._prompts = run.prompts
+
+    def attend(self, given: Operands, out: torch.Tensor) -> torch.Tensor:
+        assert given.at_hand is not None, "asked for"
+        for start, end in ((prompt.start, prompt.end) for prompt in self._prompts):
+            mixed = self._attend(given.q, given.at_hand, start, end)
+            if len(mixed) == len(out):
+                return mixed
+            out[start - self.tokens.start : end - self.tokens.start] = mixed
+        return out
 
 
 def _batch(x: torch.Tensor) -> torch.Tensor:

@@ -49,8 +49,13 @@ class Prompt:
 
     start: int
     end: int
-    whole: bool
-    """Nothing comes before them."""
+    context: int
+    """Tokens that the last of them attends to, itself included."""
+
+    @property
+    def whole(self) -> bool:
+        """Nothing comes before them."""
+        return self.context == self.end - self.start
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -194,7 +199,7 @@ def branches(seq: Sequence) -> int:
 def prompts_of(parts: list[Scheduled], num_decodes: int) -> tuple[Prompt, ...]:
     """Of those behind the first `num_decodes`, which have one token each."""
     ends = itertools.accumulate(part.num_tokens for part in parts)
-    prompts = (Prompt(end - part.num_tokens, end, part.start == 0) for part, end in zip(parts, ends, strict=True))
+    prompts = (Prompt(end - part.num_tokens, end, part.end) for part, end in zip(parts, ends, strict=True))
     return tuple(itertools.islice(prompts, num_decodes, None))
 
 

@@ -163,7 +163,7 @@ class GpuRunner:
                     full(count),
                 ),
                 num_decodes=0,
-                prompts=tuple(Prompt(end - n, end, whole=True) for n, end in zip(lengths, ends, strict=True)),
+                prompts=tuple(Prompt(end - n, end, n) for n, end in zip(lengths, ends, strict=True)),
             ),
             Draw.CUT,
         )
