@@ -18,11 +18,12 @@ import torch
 
 import kvrelay.engine.attention
 from kvrelay.common.errors import Unsupported
-from kvrelay.engine.attention.prefill import Operands, Prefill
+from kvrelay.engine.attention.prefill import Operands, Prefill, attend
 from kvrelay.engine.attention.registry import choose_device
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.gpu.inputs import DeviceInputs, Prompt
-from kvrelay.engine.models.config import ModelConfig, RopeSettings
+from kvrelay.engine.models.config import ModelConfig
+from kvrelay.engine.models.rope import RopeSettings
 from kvrelay.kernels.ops import SampleParams
 from kvrelay.kernels.reference import paged_prefill
 from tests.kernels.paged import Paged, check
@@ -325,10 +326,8 @@ def test_a_step(backend: str, step: Step) -> None:
     planned = prefill_of(backend, heads * group, heads, dim, block_size).plan(inputs)
     out = torch.full_like(q, float("nan"))
     given = Operands(room, at_hand if any(part.at_hand for part in planned) else None, cache.keys, cache.values)
-    for part in planned:
-        assert part.rows <= num_tokens
-        into = out[part.tokens]
-        assert part.attend(given, into) is into
+    assert all(part.rows <= num_tokens for part in planned)
+    assert attend(planned, given, out) is out
     assert out[: starts[num_decodes]].isnan().all()
     expected, spread = (
         paged_prefill(q.double(), keys, side, cache.tables, starts, cache.lens) for side in (values, values.abs())
@@ -367,8 +366,7 @@ def test_no_step_waits_for_the_compiler(backend: str, monkeypatch: pytest.Monkey
         q = torch.randn(inputs.prompts[-1].end, 8, 128, device=DEVICE).to(DTYPE)
         at_hand = torch.randn(2, len(q), 2, 128, device=DEVICE).to(DTYPE)
         out = torch.empty_like(q)
-        for part in prefill_of(backend, 8, 2, 128, 16).plan(inputs):
-            part.attend(Operands(q, at_hand, cache.keys, cache.values), out[part.tokens])
+        attend(prefill_of(backend, 8, 2, 128, 16).plan(inputs), Operands(q, at_hand, cache.keys, cache.values), out)
         assert out.isfinite().all()
 
 
@@ -383,9 +381,7 @@ def test_no_step_waits_for_the_device(backend: str) -> None:
     at_hand = torch.randn(2, 265, 2, 64, device=DEVICE).to(DTYPE)
 
     def step() -> None:
-        out = torch.empty_like(q)
-        for part in prefill.plan(inputs):
-            part.attend(Operands(q, at_hand, cache.keys, cache.values), out[part.tokens])
+        attend(prefill.plan(inputs), Operands(q, at_hand, cache.keys, cache.values), torch.empty_like(q))
 
     step()
     torch.cuda.synchronize()

@@ -106,3 +106,16 @@ class Prefill:
             self._whole(inputs, run) if run.whole and self._whole is not None else self._pages(inputs, run)
             for run in divide(inputs.prompts, self._from_tokens)
         ]
+
+
+def attend(parts: Sequence[Part], given: Operands, out: torch.Tensor) -> torch.Tensor:
+    """All of a step's prompts: `out` [T, Hq, D] with the rows of theirs written, or where one is all there is, what it came to."""
+    for part in parts:
+        into = out[part.tokens]
+        mixed = part.attend(given, into)
+        if mixed is into:
+            continue
+        if len(mixed) == len(out):
+            return mixed
+        into.copy_(mixed)
+    return out

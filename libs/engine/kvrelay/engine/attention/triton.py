@@ -3,7 +3,7 @@
 import torch
 
 from kvrelay.engine.attention.base import Heads
-from kvrelay.engine.attention.prefill import Operands, Pages, Part, Prefill, Run
+from kvrelay.engine.attention.prefill import Operands, Pages, Part, Prefill, Run, attend
 from kvrelay.engine.cache import KvCache
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.gpu.inputs import DeviceInputs
@@ -38,7 +38,7 @@ class TritonAttention:
         """Where `prefill` takes keys and values that are at hand, KV must be of the model's dtype: what is attended to is what
         is stored. Raises ValueError for heads that there is no kernel for."""
         self.name = prefill.name
-        self._prefill = prefill
+        self.prefill = prefill
         self._decode = PagedDecode(
             config.max_num_seqs,
             model.num_heads,
@@ -53,7 +53,7 @@ class TritonAttention:
         nd = inputs.num_decodes
         if nd:
             self._decode.plan(inputs.context_lens[:nd])
-        return TritonStep(inputs, self._decode, self._prefill.plan(inputs))
+        return TritonStep(inputs, self._decode, self.prefill.plan(inputs))
 
 
 class TritonStep:
@@ -84,13 +84,4 @@ class TritonStep:
         out = torch.empty_like(q)
         if nd:
             self._decode(q[:nd], keys, values, inputs.block_tables[:nd], inputs.context_lens[:nd], out[:nd])
-        given = Operands(room, at_hand, keys, values)
-        for part in self._parts:
-            into = out[part.tokens]
-            mixed = part.attend(given, into)
-            if mixed is into:
-                continue
-            if len(mixed) == num_tokens:
-                return mixed
-            into.copy_(mixed)
-        return out
+        return attend(self._parts, Operands(room, at_hand, keys, values), out)
