@@ -112,7 +112,7 @@ def chosen(tokens: int, shape: tuple[int, int], gated: bool = False, fp8: bool =
         return gemv_config(*shape, gated, fp8)
     if tokens <= MAX_TOKENS:
         return thin_config(*shape)
-    return None if fp8 else narrow_config(*shape, gated)
+    return None if fp8 else narrow_config(tokens, *shape, gated)
 
 
 def time_product(tokens: int, name: str, shape: tuple[int, int], fp8: bool = False) -> Compared:

@@ -129,8 +129,8 @@ CASES: dict[str, list[Case]] = {
     "llama-3.1-8b": [
         ("decode-1-1k", lambda m: decode(m, 1, 1024)),
         ("decode-64-1k", lambda m: decode(m, 64, 1024)),
-        ("decode-64-4k", lambda m: decode(m, 64, 4096)),
-        ("decode-256-1k", lambda m: decode(m, 256, 1024)),
+        ("decode-64-4k", lambda m: decode(m, 64, 4096, repeats=2)),
+        ("decode-256-1k", lambda m: decode(m, 256, 1024, repeats=2)),
         ("prefill-1-8k", lambda m: prefill(m, 1, 8192)),
         ("prefill-4-2k", lambda m: prefill(m, 4, 2048)),
         ("prefill-1-512", lambda m: prefill(m, 1, 512)),
@@ -207,13 +207,13 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEFAULT_DIR, help="the bundled one's directory [%(default)s]")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    found = {}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"gpu-{datetime.now(UTC):%Y-%m-%d}.json"
+    found: dict[str, Figures] = {}
     for name, figures in run(arguments.only or ["*"], arguments.model):
         found[name] = figures
         print(name, {key: _short(value) for key, value in figures.items()}, flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"gpu-{datetime.now(UTC):%Y-%m-%d}.json"
-    path.write_text(json.dumps({"environment": environment(), "cases": found}, indent=1) + "\n")
+        path.write_text(json.dumps({"environment": environment(), "cases": found}, indent=1) + "\n")
     print(path)
 
 

@@ -45,14 +45,16 @@ class NarrowConfig:
 
 
 def narrow_config(
-    rows: int, columns: int, gated: bool = False, *, added: bool = True, itemsize: int = 2
+    tokens: int, rows: int, columns: int, gated: bool = False, *, added: bool = True, itemsize: int = 2
 ) -> NarrowConfig:
-    """For a weight [rows, columns], what was fastest on an H200 of 64 tokens.
+    """Of so many tokens by a weight [rows, columns], what was fastest on an H200.
 
     A program takes 256 bytes of a row at a time. There is one for each multiprocessor, or more; where a second kernel has to add the
     parts, half as many serve as well, unless that is a long way for each.
     """
     block_k = 256 // itemsize
+    if tokens > 64:
+        return _of_many_tokens(tokens, rows, columns, gated, block_k)
     if gated and triton.cdiv(rows // 2, 64) >= _ENOUGH_PROGRAMS:
         return NarrowConfig(64, 1, block_k, stages=4)
     if rows // 128 >= 4 * _ENOUGH_PROGRAMS:
@@ -61,6 +63,15 @@ def narrow_config(
     parts = 1
     while triton.cdiv(rows, 64) * parts < enough and columns % (2 * parts * block_k) == 0:
         parts *= 2
+    return NarrowConfig(64, parts, block_k, stages=4 if gated else 6)
+
+
+def _of_many_tokens(tokens: int, rows: int, columns: int, gated: bool, block_k: int) -> NarrowConfig:
+    """A weight is read once for each program's tokens: as many as leave half of the multiprocessors a program."""
+    programs = triton.cdiv(rows // 2 if gated else rows, 64)
+    if programs * triton.cdiv(tokens, 128) >= _ENOUGH_PROGRAMS // 2:
+        return NarrowConfig(64, 1, block_k // 2 if gated else block_k, tokens=128, stages=4)
+    parts = 2 if columns > 2048 and columns % (2 * block_k) == 0 and not gated else 1
     return NarrowConfig(64, parts, block_k, stages=4 if gated else 6)
 
 
@@ -129,7 +140,7 @@ def narrow(
         out = x.new_empty(tokens, width)
     if not tokens:
         return out
-    config = config or narrow_config(rows, columns, gated, added=added, itemsize=x.itemsize)
+    config = config or narrow_config(tokens, rows, columns, gated, added=added, itemsize=x.itemsize)
     if config.parts > 1 and columns % (config.parts * config.block_k):
         raise ValueError(f"{columns} columns are not {config.parts} parts of blocks of {config.block_k}")
     launch = early(x, config.early)

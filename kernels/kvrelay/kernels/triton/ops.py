@@ -10,14 +10,17 @@ from kvrelay.kernels.scaled import Scaled
 from kvrelay.kernels.triton.gate import silu_gate
 from kvrelay.kernels.triton.gemv import gemv
 from kvrelay.kernels.triton.narrow import ALIGNMENT, narrow
+from kvrelay.kernels.triton.narrow import MAX_TOKENS as MOST_NARROW_TOKENS
 from kvrelay.kernels.triton.norm import add_norm
 from kvrelay.kernels.triton.quantize import quantize_rows
 from kvrelay.kernels.triton.rotary import rotate
 from kvrelay.kernels.triton.thin import MAX_TOKENS, thin
 
 NARROW_TOKENS = 64
-"""Of products up to which `narrow` is faster than torch's on an H200."""
-ADDED_FROM = 256
+"""Of products up to which `narrow` is faster than torch's on an H200, whose kernels are launched early."""
+SMALL_WEIGHT = 8 << 20
+"""Elements, up to which it is with all tokens that it serves."""
+ADDED_FROM = 1024
 """Tokens, from which a product of torch's that adds to what is there costs no more than one that does not."""
 
 
@@ -75,9 +78,10 @@ def _kernel(x: torch.Tensor, weight: torch.Tensor | Scaled) -> Callable[..., tor
     tokens, columns = x.shape
     if tokens <= MAX_TOKENS:
         return (None, gemv)[tokens] if tokens < 2 else thin
-    if tokens > NARROW_TOKENS or isinstance(weight, Scaled) or x.itemsize != 2 or columns * x.itemsize % ALIGNMENT:
+    if isinstance(weight, Scaled) or x.itemsize != 2 or columns * x.itemsize % ALIGNMENT:
         return None
-    return narrow
+    most = MOST_NARROW_TOKENS if weight.numel() <= SMALL_WEIGHT else NARROW_TOKENS
+    return narrow if tokens <= most else None
 
 
 def scaled_product(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None) -> torch.Tensor:
