@@ -67,7 +67,7 @@ class Model:
         )
         gc.collect()
         gc.freeze()  # as the engine's own process does
-        print(f"{name}: loaded in {time.perf_counter() - started:.1f} s", flush=True)
+        print(f"{name}: loaded in {time.perf_counter() - started:.1f} s; attention {self.llm.attention}", flush=True)
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
         return [[self._random.randrange(self._vocab) for _ in range(length)] for _ in range(count)]
@@ -181,6 +181,7 @@ def run(patterns: list[str], bundled: Path, **options: Any) -> Iterator[tuple[st
             wanted = [(f"{name}/{kind}", case) for kind, case in cases if is_wanted(f"{name}/{kind}")]
             if wanted:
                 model = Model(name, Path(folder), max_num_seqs=256, **options)
+                yield f"{name}/attention", {"backend": model.llm.attention}
                 for case_name, case in wanted:
                     yield case_name, case(model)
                 del model

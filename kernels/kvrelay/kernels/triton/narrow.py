@@ -21,6 +21,8 @@ ALIGNMENT = 16
 """Bytes, of rows and of where they begin: the copy engine's."""
 _ENOUGH_PROGRAMS = 128
 """For as many multiprocessors as a GPU has, about."""
+_AHEAD = 256
+"""Columns: as much of the weight is on its way while the kernel before ends."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,26 +55,27 @@ def narrow_config(
     parts, half as many serve as well, unless that is a long way for each.
     """
     block_k = 256 // itemsize
-    if tokens > 64:
+    ahead = min(_AHEAD, columns)
+    if tokens > 128:
         return _of_many_tokens(tokens, rows, columns, gated, block_k)
     if gated and triton.cdiv(rows // 2, 64) >= _ENOUGH_PROGRAMS:
-        return NarrowConfig(64, 1, block_k, stages=4)
+        return NarrowConfig(64, 1, block_k, stages=4, ahead=ahead)
     if rows // 128 >= 4 * _ENOUGH_PROGRAMS:
-        return NarrowConfig(128, 1, block_k, stages=4)
+        return NarrowConfig(128, 1, block_k, stages=4, ahead=ahead)
     enough = _ENOUGH_PROGRAMS if not added or columns > 4096 else _ENOUGH_PROGRAMS // 2
     parts = 1
     while triton.cdiv(rows, 64) * parts < enough and columns % (2 * parts * block_k) == 0:
         parts *= 2
-    return NarrowConfig(64, parts, block_k, stages=4 if gated else 6)
+    return NarrowConfig(64, parts, block_k, stages=4 if gated else 6, ahead=min(_AHEAD, columns // parts))
 
 
 def _of_many_tokens(tokens: int, rows: int, columns: int, gated: bool, block_k: int) -> NarrowConfig:
     """A weight is read once for each program's tokens: as many as leave half of the multiprocessors a program."""
     programs = triton.cdiv(rows // 2 if gated else rows, 64)
     if programs * triton.cdiv(tokens, 128) >= _ENOUGH_PROGRAMS // 2:
-        return NarrowConfig(64, 1, block_k // 2 if gated else block_k, tokens=128, stages=4)
+        return NarrowConfig(64, 1, block_k // 2 if gated else block_k, tokens=128, stages=4, ahead=min(_AHEAD, columns))
     parts = 2 if columns > 2048 and columns % (2 * block_k) == 0 and not gated else 1
-    return NarrowConfig(64, parts, block_k, stages=4 if gated else 6)
+    return NarrowConfig(64, parts, block_k, stages=4 if gated else 6, ahead=min(_AHEAD, columns // parts))
 
 
 @triton.jit

@@ -165,6 +165,8 @@ class LLM:
         self.tokenizer = Tokenizer(config.model)
         built = build(config, on_progress)
         self.engine = built.engine
+        self.attention = built.attention
+        """The backend, and the reason for it in words."""
         self._vocab_size = built.loaded.vocab_size
         self._seeds = random.Random(config.seed)
         self._count = 0

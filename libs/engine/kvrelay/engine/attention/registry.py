@@ -139,12 +139,12 @@ _ON_CPU = {
     "torch-cpu": (_torch_cpu, "torch's fused attention, decodes over gathered blocks"),
 }
 _ON_GPU = {
-    "cudnn": (_cudnn, "long whole prompts by cuDNN, all else by Triton kernels on paged KV"),
     "flash-attention-4": (_flash_attention_4, "prompts by FlashAttention-4, single tokens by Triton on paged KV"),
+    "cudnn": (_cudnn, "long whole prompts by cuDNN, all else by Triton kernels on paged KV"),
     "flashinfer": (_flashinfer, "prompts by FlashInfer, single tokens by Triton on paged KV"),
     "triton": (_triton, "Triton kernels on paged KV"),
 }
-"""The first that can is taken. The order is one of choice: cuDNN has been measured, FlashAttention-4 and FlashInfer not yet."""
+"""The first that can is taken. The fastest first, as `benchmarks.gpu.prefill` has them on an H200; FlashInfer was not measured."""
 
 
 def choose(
