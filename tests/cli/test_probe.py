@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cli.main import main
 from kvrelay.cli.options import StackOptions
 from kvrelay.cli.probe import answers
 from kvrelay.cli.stack import Stack, StackFailed
@@ -42,7 +43,17 @@ def test_a_message_in_a_pipe_is_one_line(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "kvrelay.cli.main", "up", "--model", str(model), "--free-ports"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert (
-        f"kvrelay: {model} is no directory: give one of Hugging Face's form; `kvrelay model` makes the bundled one\n"
-        in done.stderr
-    )
+    assert f"kvrelay: {model} is no directory; `kvrelay model` makes the bundled one\n" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_a_name_on_a_hub_is_not_taken_for_a_directory(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--model", "meta-llama/Llama-3.2-1B"]) == 1
+    said = capfd.readouterr().err
+    assert "hf download meta-llama/Llama-3.2-1B --local-dir var/models/Llama-3.2-1B" in said
+    (tmp_path / "meta-llama" / "Llama-3.2-1B").mkdir(parents=True)
+    assert main([command, "--model", "meta-llama/Llama-3.2-1B"]) == 1
+    assert "has no config.json" in capfd.readouterr().err

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cli.process import Process, launch
+from kvrelay.cli.stack import reason_in
 
 pytestmark = pytest.mark.integration
 
@@ -47,6 +48,23 @@ def test_a_process_is_detached_and_logs(tmp_path: Path) -> None:
     process.stop(5)
     assert not process.alive
     assert process.tail() == "up"
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("", "it has written nothing"),
+        ("starting\nkvrelay-decode: option --model is required", "kvrelay-decode: option --model is required"),
+        (
+            "2026-12-01T15:42:54.300 ERROR kvrelay-engine __main__: cannot start\nTraceback (most recent call last):\n  File\n"
+            "2026-12-01T15:42:54.393 ERROR kvrelay-decode kvrelay.engine.pod.server: the pod cannot go on: no memory: 12\n"
+            "2026-12-01T15:42:55.648 INFO kvrelay-decode uvicorn.error: Shutting down",
+            "the pod cannot go on: no memory: 12",
+        ),
+    ],
+)
+def test_the_reason_in_a_log(log: str, reason: str) -> None:
+    assert reason_in(log) == reason
 
 
 def test_stop_is_bounded_for_one_that_ignores_sigterm(tmp_path: Path) -> None:

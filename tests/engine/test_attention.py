@@ -311,6 +311,8 @@ class TestCache:
         with pytest.raises(Unsupported) as caught:
             cache(num_bytes=5000)
         assert caught.value.param == "kv_cache_bytes"
+        with pytest.raises(Unsupported, match="cannot be had: Cannot allocate memory"):
+            cache(num_bytes=1 << 60)
 
     def test_memory_grows_with_use_only(self) -> None:
         def resident() -> int:

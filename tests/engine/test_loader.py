@@ -125,7 +125,7 @@ def test_old_frequencies_and_a_tied_head_stored_twice_are_ignored(tmp_path: Path
 
 
 def test_broken_files(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadWeights, match="there is no model"):
+    with pytest.raises(BadWeights, match="is no directory"):
         load(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadWeights, match="neither safetensors nor GGUF"):
@@ -147,6 +147,12 @@ def test_an_index_stays_in_its_folder(folder: Path) -> None:
     index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(BadWeights, match="gone"):
         load(folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="device cuda cannot be used: "):
+        load(tmp_path / "none", device="cuda")
 
 
 def test_length_over_the_model(folder: Path) -> None:

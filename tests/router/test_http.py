@@ -131,7 +131,7 @@ async def test_bad_completion_fields(fronts: Fronts, stub: StubRouter, field: st
     ("field", "value", "param"),
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}], "tools"),
-        ("tools", [], "tools"),
+        ("tools", {}, "tools"),
         ("tool_choice", "required", "tool_choice"),
         ("functions", [{"name": "f"}], "functions"),
         ("audio", {"voice": "alloy", "format": "wav"}, "audio"),
@@ -175,6 +175,7 @@ async def test_bad_chat_fields(fronts: Fronts, stub: StubRouter, field: str, val
         {"response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"], "service_tier": "auto"},
         {"user": "u", "store": False, "metadata": {}, "prompt_cache_key": "k", "safety_identifier": "s"},
         {"temperature": None, "top_p": None, "n": None, "stop": None, "seed": None, "logit_bias": None, "tools": None},
+        {"tools": [], "functions": [], "tool_choice": "auto"},
         {"logprobs": False, "top_logprobs": 0, "stream": False, "stream_options": None},
         {"logprobs": True, "top_logprobs": 20, "logit_bias": {"5": -100}},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},

@@ -75,8 +75,9 @@ def stream_text(client: Client, path: str, body: Body, timing: Timing) -> str:
             sys.stdout.write(part)
             sys.stdout.flush()
     finally:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        if parts:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
     return "".join(parts)
 
 

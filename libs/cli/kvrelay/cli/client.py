@@ -116,7 +116,9 @@ class Client:
     """Of one router, by its base URL. Close it, or use it as a context."""
 
     def __init__(self, url: str, timeout: float = 600.0) -> None:
-        self._http = httpx.Client(base_url=url, timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS))
+        """`url` may lack its scheme, as HOST:PORT."""
+        base = url if "://" in url else f"http://{url}"
+        self._http = httpx.Client(base_url=base, timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS))
 
     def __enter__(self) -> Self:
         return self

@@ -13,9 +13,10 @@ from kvrelay.cli.inspection import PodReport, inspect
 from kvrelay.cli.model import DEFAULT_DIR, ensure_model
 from kvrelay.cli.options import StackOptions
 from kvrelay.cli.stack import Stack
+from kvrelay.cli.status import mebibytes
 from kvrelay.cli.store import stat
 from kvrelay.cli.terminal import terminal
-from kvrelay.cli.up import mebibytes, watched
+from kvrelay.cli.up import require_model, watched
 
 RUN_DIR = Path("var/demo")
 PROMPT = "What is the capital of France? Tell me one thing to see there."
@@ -34,6 +35,7 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def run_demo(args: argparse.Namespace, console: Console) -> int:
     if args.model == DEFAULT_DIR:
         ensure_model(console=console)
+    require_model(args.model)
     options = StackOptions(
         model=args.model.resolve(),
         engine=args.engine,

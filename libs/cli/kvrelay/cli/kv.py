@@ -75,7 +75,7 @@ def run_ls(args: argparse.Namespace, console: Console) -> int:
         for name, address in addresses.items()
     }
     if args.json:
-        _print_json([{"store": name, **asdict(block)} for name, held in found.items() for block in held])
+        print_json([{"store": name, **asdict(block)} for name, held in found.items() for block in held])
         return 0
     table = _table("store", "block", "tier", "bytes", "dtype", "checksum", "model")
     for name, held in found.items():
@@ -92,7 +92,7 @@ def run_stat(args: argparse.Namespace, console: Console) -> int:
     addresses, token = stores(args)
     reports = {name: stat(address, token) for name, address in addresses.items()}
     if args.json:
-        _print_json([{"store": name, **asdict(report)} for name, report in reports.items()])
+        print_json([{"store": name, **asdict(report)} for name, report in reports.items()])
     else:
         terminal().print(tiers_table(reports))
         for name, report in reports.items():
@@ -113,7 +113,7 @@ def run_rm(args: argparse.Namespace, console: Console) -> int:
     addresses, token = stores(args)
     counts = {name: remove(address, args.ids, token) for name, address in addresses.items()}
     if args.json:
-        _print_json([{"store": name, "num_removed": count} for name, count in counts.items()])
+        print_json([{"store": name, "num_removed": count} for name, count in counts.items()])
     else:
         console.print(", ".join(f"{name}: {count} blocks removed" for name, count in counts.items()))
     return 0
@@ -128,7 +128,7 @@ def run_verify(args: argparse.Namespace, console: Console) -> int:
                 last[name, seen.tier] = seen
                 status.update(f"{name}, {seen.tier}: {seen.num_whole} whole")
     if args.json:
-        _print_json([{"store": name, **asdict(seen)} for (name, _), seen in last.items()])
+        print_json([{"store": name, **asdict(seen)} for (name, _), seen in last.items()])
     else:
         table = _table("store", "tier", "whole", "corrupt", "not read")
         for (name, _), seen in last.items():
@@ -161,5 +161,5 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _print_json(value: object) -> None:
+def print_json(value: object) -> None:
     print(msgspec.json.format(msgspec.json.encode(value)).decode())

@@ -10,7 +10,7 @@ from types import FrameType
 from rich.console import Console
 from rich.markup import escape
 
-from kvrelay.cli import chat, demo, kv, up
+from kvrelay.cli import chat, demo, kv, status, up
 from kvrelay.cli.client import ApiError
 from kvrelay.cli.fetch import FetchFailed
 from kvrelay.cli.model import DEFAULT_DIR, ensure_model
@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="kvrelay", description=__doc__, allow_abbrev=False)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     up.add_parsers(commands)
+    status.add_parsers(commands)
     chat.add_parsers(commands)
     kv.add_parsers(commands)
     plan.add_parsers(commands)

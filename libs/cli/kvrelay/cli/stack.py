@@ -37,6 +37,13 @@ class StackFailed(Exception):
     """The stack did not start; the message ends with the failing process's last log lines."""
 
 
+def reason_in(tail: str) -> str:
+    """The last error of a log, without its time; the last line where there is none."""
+    lines = tail.splitlines() or ["it has written nothing"]
+    errors = [line.split(": ", 1)[-1] for line in lines if " ERROR " in line]
+    return errors[-1] if errors else lines[-1]
+
+
 def _unwatched(doing: Mapping[str, str]) -> None:
     """Nobody looks."""
 
@@ -200,7 +207,11 @@ class Stack:
         return router.num_prefill >= options.prefill and router.num_decode >= options.decode + options.both
 
     def _report(self, node: Node, what: str) -> str:
-        return f"{node.name} {what}; the end of {node.process.log}:\n{node.process.tail(LOG_LINES)}"
+        """The reason first: a traceback and the lines of an orderly end come after it."""
+        tail = node.process.tail(LOG_LINES)
+        reason = reason_in(tail)
+        rest = f"\nthe end of {node.process.log}:\n{tail}" if tail != reason else ""
+        return f"{node.name} {what}: {reason}{rest}"
 
     # Parts.
 

@@ -1,4 +1,4 @@
-"""`kvrelay up`, `down` and `status`: the local stack."""
+"""`kvrelay up` and `down`: the local stack."""
 
 import argparse
 import os
@@ -7,23 +7,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from kvrelay.cli.inspection import inspect
-from kvrelay.cli.kv import tiers_table
 from kvrelay.cli.model import DEFAULT_DIR
-from kvrelay.cli.node import Node
 from kvrelay.cli.options import ROUTER_GRPC_PORT, ROUTER_HTTP_PORT, StackOptions, pairs
 from kvrelay.cli.stack import READY_SECONDS, Stack, StackFailed, Watcher
-from kvrelay.cli.store import StoreError, stat
-from kvrelay.cli.terminal import terminal
+from kvrelay.common.modelfiles import missing
 
 RUN_DIR = Path("var/run")
-POD_KINDS = ("prefill", "decode", "both")
 ENGINE_OPTIONS = {
     "device": "cuda or cpu",
     "dtype": "auto (the checkpoint's), float32 or bfloat16",
@@ -46,9 +38,6 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     down = commands.add_parser("down", help="end what up started")
     down.add_argument("--run-dir", type=Path, default=RUN_DIR, help="[%(default)s]")
     down.set_defaults(run=run_down)
-    status = commands.add_parser("status", help="pods and KV stores, what they hold, bytes pushed")
-    status.add_argument("--run-dir", type=Path, default=RUN_DIR, help="[%(default)s]")
-    status.set_defaults(run=run_status)
 
 
 def add_stack_options(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +118,7 @@ def stack_options(args: argparse.Namespace) -> StackOptions:
 
 def run_up(args: argparse.Namespace, console: Console) -> int:
     options = stack_options(args)
-    require_model(options)
+    require_model(args.model)
     running = Stack.attach(args.run_dir)
     if running is not None and any(node.alive for node in running.nodes):
         return _report_running(running, options, console)
@@ -156,13 +145,11 @@ def _without_ports(options: StackOptions) -> StackOptions:
     return replace(options, http_port=ROUTER_HTTP_PORT, grpc_port=ROUTER_GRPC_PORT)
 
 
-def require_model(options: StackOptions) -> None:
-    """Raises StackFailed where the model's directory holds none."""
-    if not (options.model / "config.json").is_file():
-        what = "holds no model (no config.json)" if options.model.is_dir() else "is no directory"
-        raise StackFailed(
-            f"{options.model} {what}: give one of Hugging Face's form; `kvrelay model` makes the bundled one"
-        )
+def require_model(model: Path) -> None:
+    """Raises StackFailed where the directory holds none."""
+    if not (model / "config.json").is_file():
+        what = f"{model} has no config.json: give a model of Hugging Face's form" if model.is_dir() else missing(model)
+        raise StackFailed(f"{what}; `kvrelay model` makes the bundled one")
 
 
 def run_down(args: argparse.Namespace, console: Console) -> int:
@@ -175,52 +162,6 @@ def run_down(args: argparse.Namespace, console: Console) -> int:
         stack.stop()
     console.print(f"ended {count} processes")
     return 0
-
-
-def run_status(args: argparse.Namespace, console: Console) -> int:
-    stack = Stack.attach(args.run_dir)
-    if stack is None:
-        console.print(f"nothing is up in {args.run_dir}")
-        return 1
-    terminal().print(status_table(stack))
-    reports = {}
-    for node in stack.kvstores:
-        try:
-            reports[node.name] = stat(node.grpc_address, stack.pod_token)
-        except StoreError as error:
-            console.print(escape(str(error)))
-    if reports:
-        terminal().print(tiers_table(reports))
-    return 0 if stack.ready else 1
-
-
-def status_table(stack: Stack) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("name", "state", "pid", "HTTP", "gRPC", "reqs", "blocks", "free", "sent", "received"):
-        table.add_column(heading, no_wrap=True)
-    token = stack.pod_token
-    for node in stack.nodes:
-        table.add_row(*_row(node, token))
-    return table
-
-
-def _row(node: Node, token: str) -> tuple[str, ...]:
-    if not node.alive:
-        return node.name, "[red]dead[/]", str(node.pid)
-    if node.kind == "redis":
-        return node.name, "up", str(node.pid), "", str(node.grpc_port)
-    seen = node.readiness()
-    shown = "[green]ready[/]" if seen.ready else f"[yellow]{escape(seen.text)}[/]"
-    known = node.name, shown, str(node.pid), str(node.http_port), str(node.grpc_port)
-    report = inspect(node.grpc_address, token) if node.kind in POD_KINDS else None
-    if report is None:
-        return known
-    blocks = str(report.num_requests), str(report.num_blocks), str(report.free_blocks)
-    return *known, *blocks, mebibytes(report.payload_bytes_sent), mebibytes(report.payload_bytes_received)
-
-
-def mebibytes(count: int) -> str:
-    return f"{count / (1 << 20):.2f} MiB"
 
 
 @contextmanager

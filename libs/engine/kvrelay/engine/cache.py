@@ -40,7 +40,7 @@ class KvCache:
     """
 
     def __init__(self, model: ModelConfig, dtype: KvDtype, block_size: int, kv_cache_bytes: int) -> None:
-        """As many blocks as fit into `kv_cache_bytes`. Raises Unsupported where not two do."""
+        """As many blocks as fit into `kv_cache_bytes`. Raises Unsupported where not two do, or where there is not as much memory."""
         self.dtype = dtype
         self.block_size = block_size
         self._model = model
@@ -60,9 +60,15 @@ class KvCache:
         self._blocks = [layer.flatten(0, 1) for layer in self.data]
 
     def _allocate(self) -> torch.Tensor:
-        """Zeros, for all blocks."""
-        size = self.num_blocks * self.block_size * self._model.num_layers * 2 * self._model.kv_size
-        memory = mmap.mmap(-1, size * self.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        """Zeros, for all blocks. Raises Unsupported."""
+        entries = self.num_blocks * self.block_size * self._model.num_layers * 2 * self._model.kv_size
+        size = entries * self.dtype.itemsize
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise Unsupported(
+                f"kv_cache_bytes: {size} bytes cannot be had: {error.strerror}", "kv_cache_bytes"
+            ) from error
         raw = np.frombuffer(memory, np.dtype(f"u{self.dtype.itemsize}"))
         self._rows = raw.reshape(self._model.num_layers, 2, -1, self._model.kv_size)
         return torch.frombuffer(memory, dtype=torch.uint8).view(TORCH_DTYPES[self.dtype])

@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import Field, SecretStr, model_validator
 
 from kvrelay.common.access import PodAccess, token_option
+from kvrelay.common.modelfiles import missing
 from kvrelay.common.settings import Size, TracedSettings
 from kvrelay.router.policies import PolicyName
 
@@ -63,6 +64,8 @@ class RouterSettings(TracedSettings):
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:
+        if not self.model.exists():
+            raise ValueError(f"model: {missing(self.model)}")
         if not (self.model / "tokenizer.json").is_file():
             raise ValueError(f"model: {self.model} has no tokenizer.json")
         return self

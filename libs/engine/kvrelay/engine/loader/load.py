@@ -9,7 +9,7 @@ import torch
 
 from kvrelay.common.errors import Unsupported
 from kvrelay.common.ids import Fingerprint
-from kvrelay.common.modelfiles import tokenizer_bytes
+from kvrelay.common.modelfiles import missing, tokenizer_bytes
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.loader.checkpoint import DTYPES, Checkpoint
 from kvrelay.engine.loader.dummy import open_dummy
@@ -41,6 +41,7 @@ class LoadedModel:
 
 def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     """Raises UnsupportedModel, BadWeights or Unsupported, with a message for whoever started the engine."""
+    check_device(config.device)
     checkpoint = _open(config)
     architecture = find(checkpoint.config)
     described = architecture.describe(checkpoint.config)
@@ -77,6 +78,13 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     return LoadedModel(model, dtype, described, identity, eos, max_model_len, described.vocab_size)
 
 
+def check_device(device: str) -> None:
+    """Raises Unsupported for a GPU that is not there, or that this torch cannot use."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no GPU"
+        raise Unsupported(f"device {device} cannot be used: {why}", "device")
+
+
 def arithmetic_of(dtype: torch.dtype, device: str) -> torch.dtype:
     """What a model of `dtype` computes in: float32 on a CPU that lacks instructions for the halves, as many with AVX2 do.
 
@@ -104,7 +112,7 @@ def check_fp8(device: str, dtype: torch.dtype) -> None:
 def _open(config: EngineConfig) -> Checkpoint:
     path = config.model
     if not path.exists():
-        raise BadWeights(f"there is no model at {path}")
+        raise BadWeights(missing(path))
     match config.load_format:
         case "auto":
             is_folder_of_shards = path.is_dir() and any(path.glob("*.safetensors"))
