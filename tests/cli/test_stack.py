@@ -2,26 +2,20 @@
 
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import httpx
 import pytest
-from google.protobuf import json_format
 
 from kvrelay.cli.client import Client, Timing
 from kvrelay.cli.inspection import inspect
 from kvrelay.cli.main import main
 from kvrelay.cli.options import StackOptions
 from kvrelay.cli.stack import Stack, StackFailed
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
 pytestmark = pytest.mark.e2e
 
@@ -62,22 +56,6 @@ def test_a_started_stack_is_ready_and_answers(stack: Stack) -> None:
     assert timing.finish_reason == "length"
     assert timing.first is not None
     assert 0 < timing.first <= timing.last
-
-
-def test_the_readmes_examples_work(stack: Stack) -> None:
-    """As they stand there, but for the port."""
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    asked = re.search(r"grpcurl -plaintext -d '(.*?)' localhost:9000 kvrelay.v1.Inference/Generate", readme)
-    assert asked is not None
-    request = json_format.Parse(asked[1], inference_pb2.GenerateRequest())
-    with grpc.insecure_channel(stack.router.grpc_address) as channel:
-        events = list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=20))
-    assert events[-1].WhichOneof("event") == "usage"
-    code = re.search(r"^(from openai import OpenAI.*?)```", readme, re.MULTILINE | re.DOTALL)
-    assert code is not None
-    line = [sys.executable, "-c", code[1].replace("http://localhost:8000", stack.url)]
-    done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60)
-    assert "ChatCompletion(" in done.stdout
 
 
 def test_pods_report_what_they_moved(stack: Stack) -> None:
