@@ -16,6 +16,7 @@ from google.protobuf import json_format
 
 from kvrelay.cli.options import StackOptions
 from kvrelay.cli.stack import Stack
+from kvrelay.common.settings import BadOption
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 from tests.docs import checks
 from tests.docs.documents import PAGES, ROOT, Block, Documented, blocks, documented, simple
@@ -50,7 +51,8 @@ def folder(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def furnish(folder: Path, model_dir: Path) -> None:
     (folder / "var" / "models").mkdir(parents=True)
     (folder / "DIR").symlink_to(model_dir)
-    (folder / "var" / "models" / "smollm2").symlink_to(model_dir)
+    for name in ("smollm2", "Qwen3-0.6B"):
+        (folder / "var" / "models" / name).symlink_to(model_dir)
     (folder / "TRACE").write_text("".join(json.dumps(line) + "\n" for line in TRACE))
     for name in ("id", "key"):
         (folder / name).write_text("secret")
@@ -100,6 +102,42 @@ def test_every_block_says_what_it_is_and_is_that() -> None:
             json.loads(block.text)
         elif block.language == "yaml":
             yaml.safe_load(block.text)
+
+
+@pytest.mark.unit
+def test_links_lead_somewhere() -> None:
+    seen = 0
+    for page in (*PAGES, *(ROOT / "docs" / "design").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+            seen += 1
+            assert ":" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+    assert seen > 30
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "command",
+    [
+        "frobnicate",
+        "make nothing",
+        "make bench-router && make up ARGS='--modle DIR'",
+        "make up ARGS='--router-option nonsense=1'",
+        "kvrelay up --engine-option block-size=17",
+        "kvrelay upp",
+        "kvrelay-router --polcy session",
+        "docker compose -f deploy/compose/compose.yaml up --buildd",
+        "docker compose -f deploy/compose/compose.yaml exec nobody true",
+        "docker build -f deploy/docker/Dockerfile --target nothing .",
+        "kubectl apply -f deploy/k8s/nothing.yaml",
+        "kubectl apply -k deploy/k8s/overlays/nothing",
+        "kubectl -n kvrelay rollout status deployment/x --timeoutt=1s",
+        "python -m http.server",
+    ],
+)
+def test_what_is_wrong_is_found(command: str, folder: Path) -> None:
+    with pytest.raises((AssertionError, BadOption, SystemExit, FileNotFoundError)):
+        for words in simple(command):
+            checks.check(words)
 
 
 # What is run, on one stack.
