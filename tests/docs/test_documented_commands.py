@@ -136,8 +136,12 @@ def test_links_lead_somewhere() -> None:
 )
 def test_what_is_wrong_is_found(command: str, folder: Path) -> None:
     with pytest.raises((AssertionError, BadOption, SystemExit, FileNotFoundError)):
-        for words in simple(command):
-            checks.check(words)
+        check_all(command)
+
+
+def check_all(command: str) -> None:
+    for words in simple(command):
+        checks.check(words)
 
 
 # What is run, on one stack.
