@@ -2,12 +2,13 @@
 
 import re
 import shlex
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _ASSIGNED = re.compile(r"\w+=")
 _ENDS = {"&&", "||", "|", ";", "&", "(", ")"}
 
@@ -34,7 +35,8 @@ def blocks() -> list[Block]:
         text = page.read_text()
         name = str(page.relative_to(ROOT))
         found += [
-            Block(name, text.count("\n", 0, match.start()) + 1, match[1], match[2]) for match in _FENCE.finditer(text)
+            Block(name, text.count("\n", 0, match.start()) + 1, match[2], textwrap.dedent(match[3]))
+            for match in _FENCE.finditer(text)
         ]
     return found
 

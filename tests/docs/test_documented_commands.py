@@ -1,12 +1,9 @@
 """Each command of README and docs/*.md is run as it is printed, or else what can be known of it is checked: see `checks`."""
 
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -14,17 +11,15 @@ import pytest
 import yaml
 from google.protobuf import json_format
 
-from kvrelay.cli.options import StackOptions
-from kvrelay.cli.stack import Stack
 from kvrelay.common.settings import BadOption
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 from tests.docs import checks
+from tests.docs.conftest import Bench
 from tests.docs.documents import PAGES, ROOT, Block, Documented, blocks, documented, simple
 
 COMMANDS = documented()
 RUN_PROGRAMS = ("curl", "grpcurl", "grep", "openssl")
 RUN_SUBCOMMANDS = ("status", "kv", "chat", "complete", "plan")
-TRACE = [{"timestamp": 100 * i, "input_length": 600, "output_length": 20, "hash_ids": [1, i + 2]} for i in range(50)]
 
 
 def is_run(words: list[str]) -> bool:
@@ -38,25 +33,6 @@ def parts(command: Documented) -> list[str]:
 
 def place(value: object) -> str:
     return value.place if isinstance(value, Documented) else str(value)
-
-
-@pytest.fixture
-def folder(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With what stands in the documentation for a file of the reader's."""
-    furnish(tmp_path, model_dir)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def furnish(folder: Path, model_dir: Path) -> None:
-    (folder / "var" / "models").mkdir(parents=True)
-    (folder / "DIR").symlink_to(model_dir)
-    for name in ("smollm2", "Qwen3-0.6B"):
-        (folder / "var" / "models" / name).symlink_to(model_dir)
-    (folder / "TRACE").write_text("".join(json.dumps(line) + "\n" for line in TRACE))
-    for name in ("id", "key"):
-        (folder / name).write_text("secret")
-    (folder / ".curlrc").write_text("silent\nshow-error\nfail-with-body\n")
 
 
 # What is not run.
@@ -94,7 +70,9 @@ def test_modules_take_their_options() -> None:
 @pytest.mark.unit
 def test_every_block_says_what_it_is_and_is_that() -> None:
     found = blocks()
-    assert sum(page.read_text().count("\n```") for page in PAGES) == 2 * len(found), "a fence that is not closed"
+    assert sum(len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)) for page in PAGES) == 2 * len(found), (
+        "a fence that is not closed"
+    )
     for block in found:
         where = f"{block.page}:{block.line}"
         assert block.language in ("sh", "python", "json", "yaml", "text"), f"{where}: name the block's language"
@@ -147,44 +125,6 @@ def check_all(command: str) -> None:
 # What is run, on one stack.
 
 
-@dataclass(frozen=True)
-class Bench:
-    stack: Stack
-    folder: Path
-
-    def run(self, line: list[str]) -> "subprocess.CompletedProcess[str]":
-        path = f"{checks.BIN}{os.pathsep}{os.environ['PATH']}"
-        environ = {**os.environ, "PATH": path, "CURL_HOME": str(self.folder), "KEY": "key", "no_proxy": "*"}
-        return subprocess.run(
-            line,
-            cwd=self.folder,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-
-    def here(self, text: str) -> str:
-        """But for the ports, which others may hold."""
-        text = re.sub(r"\bkvrelay (chat|complete)\b", rf"kvrelay \1 --url {self.stack.url}", text)
-        nodes = {"8000": self.stack.router, "9101": self.stack.prefill[0], "9201": self.stack.decode[0]}
-        nodes["9301"] = self.stack.kvstores[0]
-        for port, node in nodes.items():
-            text = text.replace(f"localhost:{port}", f"127.0.0.1:{node.http_port}")
-        return text
-
-
-@pytest.fixture(scope="module")
-def bench(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    folder = tmp_path_factory.mktemp("reader")
-    furnish(folder, model_dir)
-    options = StackOptions(model=model_dir, engine="fake", kvstore=1, free_ports=True)
-    with Stack(options, folder / "var" / "run") as stack:
-        yield Bench(stack, folder)
-
-
 def ran() -> list[tuple[Documented, str]]:
     return [
         (command, part)
@@ -202,8 +142,8 @@ def test_runs_as_printed(command: Documented, part: str, bench: Bench) -> None:
         generate(bench, words)
         return
     done = bench.run(["bash", "-euo", "pipefail", "-c", bench.here(part)])
-    # There is no request of the name that the documentation gives it.
-    assert done.returncode == (1 if words[0] == "grep" else 0), done.stdout + done.stderr
+    # It may find nothing.
+    assert done.returncode in ((0, 1) if words[0] == "grep" else (0,)), done.stdout + done.stderr
     assert words[0] == "grep" or done.stdout or done.stderr or ">" in part
 
 
