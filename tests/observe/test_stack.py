@@ -11,6 +11,7 @@ from typing import Any  # JSON
 
 import grpc
 import httpx
+import psutil
 import pytest
 
 from kvrelay.cli.stack import Stack
@@ -162,6 +163,19 @@ def test_a_requests_lines_are_found_by_its_id_in_every_log(stack: Stack, collect
                 services.add(line["service"])
                 assert line.get("trace_id", trace_id) == trace_id
     assert services == {"kvrelay-router", "kvrelay-prefill", "kvrelay-decode", "kvrelay-engine"}
+
+
+def test_a_pods_metrics_have_its_engines_memory_and_time(stack: Stack) -> None:
+    for pod in stack.pods:
+        [engine] = set(pod.pids()) - {pod.pid}
+        text = httpx.get(f"{pod.http_address}/metrics", verify=False).text
+        told = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("kvrelay_engine_process_"))
+        process = psutil.Process(engine)
+        used = process.cpu_times()
+        assert float(told["kvrelay_engine_process_cpu_seconds_total"]) == pytest.approx(used.user + used.system, abs=1)
+        memory = float(told["kvrelay_engine_process_resident_memory_bytes"])
+        assert memory == pytest.approx(process.memory_info().rss, rel=0.1)
+        assert memory > 2 * psutil.Process(pod.pid).memory_info().rss, "torch is in the engine alone"
 
 
 def lines(log: Path) -> list[dict[str, Any]]:

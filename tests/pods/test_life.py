@@ -17,8 +17,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvrelay.common.errors import Draining, Internal, KvrelayError, Unauthenticated
 from kvrelay.common.rpc import called, from_rpc_error
+from kvrelay.common.telemetry import exposition
+from kvrelay.engine.client import AsyncEngine
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.fake import FakeConfig, FakeEngine
+from kvrelay.engine.pod.metrics import pod_registry
 from kvrelay.engine.pod.outbox import Outbox
 from kvrelay.engine.pod.server import Pod, run_pod
 from kvrelay.engine.pod.settings import PodSettings
@@ -165,6 +168,19 @@ async def test_http() -> None:
         assert (await _get(f"{pod.web}/healthz"))[0] == 200
         assert (await _get(f"{pod.web}/other"))[0] == 404
         assert (await _get(f"{pod.web}/healthz", "DELETE"))[0] == 405
+
+
+async def test_metrics_of_the_engines_process_begin_with_it(tmp_path: Path) -> None:
+    chosen = settings(role="decode")
+    engine = AsyncEngine(EngineConfig(model=tmp_path), chosen.make_pod_id())
+    pod = Pod(chosen, engine)
+    text = exposition(pod_registry(engine, pod.state, pod._routes, pod._events, "model", "decode")).decode()
+    assert "kvrelay_pod_ready 0.0" in text
+    assert "kvrelay_engine_process" not in text
+    async with running("decode") as started:
+        _, text = await _get(f"{started.web}/metrics")
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert float(lines["kvrelay_engine_process_resident_memory_bytes"]) > 1 << 20
 
 
 async def test_tokens() -> None:

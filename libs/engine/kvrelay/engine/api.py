@@ -25,6 +25,11 @@ class EngineClient(Protocol):
     @property
     def dead(self) -> asyncio.Event: ...
 
+    @property
+    def pid(self) -> int:
+        """Of the process that computes. Raises Unavailable where it has not started."""
+        ...
+
     async def start(self, on_progress: Callable[[Progress], None] = ...) -> EngineInfo:
         """Returns when the engine can serve. Raises Internal with the reason if it cannot start."""
         ...

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -50,6 +51,11 @@ class FakeEngine:
     @property
     def dead(self) -> asyncio.Event:
         return self._dead
+
+    @property
+    def pid(self) -> int:
+        """This one's own: a fake computes where its front is."""
+        return os.getpid()
 
     async def start(self, on_progress: Callable[[m.Progress], None] = _no_progress) -> m.EngineInfo:
         config = self._config

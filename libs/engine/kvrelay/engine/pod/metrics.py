@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -178,4 +178,13 @@ def pod_registry(
 ) -> CollectorRegistry:
     registry = new_registry()
     registry.register(PodCollector(engine, state, routes, events, model, role))
+    ProcessCollector(namespace="kvrelay_engine", pid=lambda: _pid(engine), registry=registry)
     return registry
+
+
+def _pid(engine: EngineClient) -> int:
+    """0, which no process has and which gives no samples, until there is one."""
+    try:
+        return engine.pid
+    except Unavailable:
+        return 0
