@@ -141,6 +141,18 @@ def test_tiers_that_are_given_know_the_stores_name(tmp_path: Path) -> None:
     ]
 
 
+def test_kv_stores_have_options_of_their_own(tmp_path: Path) -> None:
+    line = ["up", "--free-ports", "--kvstore", "2", "--kvstore-option", "log-format=json"]
+    options = replace(
+        stack_options(parser().parse_args(line)),
+        redis_url="redis://h:1",
+        pod_options={"kvstore-1": {"log-level": "debug"}},
+    )
+    stores = [command for command in plan(options, tmp_path) if command.kind == "kvstore"]
+    told = [parse(KvStoreSettings, store.line[3:], {}, "kvrelay-kvstore") for store in stores]
+    assert [(each.log_format, each.log_level) for each in told] == [("json", "info"), ("json", "debug")]
+
+
 @pytest.mark.parametrize(("line", "stores"), [([], 1), (["--no-kvstore"], 0), (["--kvstore", "3"], 3)])
 def test_kv_stores_of_a_command_line(line: list[str], stores: int) -> None:
     assert stack_options(parser().parse_args(["up", *line])).kvstore == stores

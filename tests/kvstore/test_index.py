@@ -1,7 +1,10 @@
 """The index on a real Valkey: prefixes are found in one round trip, and what Redis forgets is said again."""
 
 import asyncio
+import functools
+import re
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
@@ -228,6 +231,36 @@ async def test_a_stopped_redis_is_a_miss_in_time(redis_server: RedisServer) -> N
                 assert await index.find(chain(3)) == []
         finally:
             redis_server.send_signal(signal.SIGCONT)
+
+
+async def test_a_redis_that_goes_and_comes_is_a_line_each_time(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvrelay.kvstore")
+    ids = chain(3)
+
+    def said() -> Counter[str]:
+        return Counter(re.sub(r"\d+ blocks.*|:.*", "", record.getMessage()) for record in caplog.records)
+
+    async def told_again(times: int) -> bool:
+        return said()["the index is told again"] == times
+
+    async with opened(redis_server) as index:
+        announcer = Announcer(index, 7, new_epoch(), QUICK)
+        announcer.start(Holder(infos(ids)))
+        await until(lambda: index.find(ids))
+        for times in (1, 2):
+            redis_server.kill()
+            failures = announcer.failures
+            while announcer.failures < failures + 3:
+                assert await index.find(ids) == []
+                announcer.stored(infos(ids)[0], "cpu")
+            redis_server.start()
+            await until(lambda: index.find(ids))
+            await until(functools.partial(told_again, times))
+        await announcer.stop()
+    lines = ("look-ups in the index fail, trying on", "look-ups in the index work again")
+    assert said() == dict.fromkeys((*lines, "the index cannot be told of ", "the index is told again"), 2)
 
 
 class TestAnnouncer:

@@ -102,7 +102,7 @@ def _kvstore(options: StackOptions, name: str, redis_url: str, ports: tuple[int,
     line = [sys.executable, "-m", "kvrelay.kvstore.main", "--tiers", tiers, "--cluster", options.cluster]
     line += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1]), "--redis-url", redis_url]
     line += _token("--auth-token-file", options)
-    line += flags(options.pod_options.get(name, {}))
+    line += flags({**options.kvstore_options, **options.pod_options.get(name, {})})
     env = _env(options, name)
     return Command(name=name, kind="kvstore", line=tuple(line), env=env, http_port=ports[0], grpc_port=ports[1])
 

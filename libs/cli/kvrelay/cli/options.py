@@ -17,7 +17,7 @@ MAX_PODS_OF_A_KIND = 10
 
 @dataclass(frozen=True, kw_only=True)
 class StackOptions:
-    """`engine_options` and `router_options` are flags by name, without the dashes; True stands for a bare flag.
+    """`engine_options`, `kvstore_options` and `router_options` are flags by name, without the dashes; True stands for a bare flag.
 
     `pod_options` and `pod_env` add to one process, by its name: prefill-0, decode-1, both-0, kvstore-0, router.
     """
@@ -46,6 +46,7 @@ class StackOptions:
     pod_auth_token_file: str = ""
     """A file with the token that pods want to see; empty: they want none."""
     engine_options: Mapping[str, str | bool] = field(default_factory=dict)
+    kvstore_options: Mapping[str, str | bool] = field(default_factory=dict)
     router_options: Mapping[str, str | bool] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     pod_options: Mapping[str, Mapping[str, str | bool]] = field(default_factory=dict)

@@ -65,6 +65,9 @@ def add_stack_options(parser: argparse.ArgumentParser) -> None:
         "--engine-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the pods"
     )
     parser.add_argument(
+        "--kvstore-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the KV stores"
+    )
+    parser.add_argument(
         "--router-option", action="append", default=[], metavar="NAME=VALUE", help="any option of the router"
     )
     parser.add_argument("--policy", help="prefix_aware, least_loaded, round_robin or session [the router's default]")
@@ -112,6 +115,7 @@ def stack_options(args: argparse.Namespace) -> StackOptions:
         cluster=args.cluster,
         pod_auth_token_file=str(args.pod_auth_token_file.resolve()) if args.pod_auth_token_file else "",
         engine_options={**engine_options, **pairs(args.engine_option)},
+        kvstore_options=pairs(args.kvstore_option),
         router_options={**router_options, **pairs(args.router_option)},
     )
 

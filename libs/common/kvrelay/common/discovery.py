@@ -283,6 +283,8 @@ class Directory(Generic[Id, Record]):
                 self._distrust()
                 await asyncio.sleep(self._retry.delay(failures))
                 continue
+            if failures:
+                log.info("Redis is back, there are %d %ss", len(self._members), self._keys.kind)
             failures = 0
             self._news.clear()
             with contextlib.suppress(TimeoutError):

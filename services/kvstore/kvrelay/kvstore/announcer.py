@@ -110,6 +110,8 @@ class Announcer:
                     self._repeat = iter(list(self._holdings.ids()))
                     next_refresh = time.monotonic() + self._refresh_seconds
                 await self._say()
+                if failures:
+                    log.info("the index is told again")
                 failures = 0
             except (RedisError, OSError) as error:
                 failures += 1

@@ -112,6 +112,8 @@ class Index:
         self._update = self._redis.register_script(_UPDATE)
         self.failures = 0
         """Look-ups that Redis did not answer."""
+        self._answers = True
+        """As was logged last."""
 
     def key(self, head: BlockId) -> bytes:
         return b"%b{%b}" % (self._prefix, head.hex().encode())
@@ -129,8 +131,13 @@ class Index:
             values = await self._values(in_heads, ids)
         except (RedisError, OSError) as error:
             self.failures += 1
-            log.warning("the index does not answer: %s", error)
+            if self._answers:
+                log.warning("look-ups in the index fail, trying on: %s", error)
+            self._answers = False
             return []
+        if not self._answers:
+            log.info("look-ups in the index work again")
+        self._answers = True
         return unpack(values)
 
     async def _values(self, in_heads: Sequence[BlockId], ids: Sequence[BlockId]) -> list[bytes | None]:

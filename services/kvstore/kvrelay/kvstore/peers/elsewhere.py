@@ -117,6 +117,8 @@ class Peers:
         self._nodes: dict[int, _Other] = {}
         """The others, by what the index calls them."""
         self._cool_until = 0.0
+        self._in_time = True
+        """The index, as was logged last."""
         self._following: asyncio.Task[None] | None = None
         self._lookups: set[asyncio.Task[list[list[Location]]]] = set()
 
@@ -153,13 +155,18 @@ class Peers:
         lookup.add_done_callback(self._lookups.discard)
         await asyncio.wait((lookup,), timeout=LOOK_SECONDS)
         if not lookup.done():
-            log.warning("the index is slow, it is left alone for %g s", COOL_SECONDS)
+            if self._in_time:
+                log.warning("the index is slow, it is asked only every %g s", COOL_SECONDS)
+            self._in_time = False
             self._cool_until = time.monotonic() + COOL_SECONDS
             return {}
         found = lookup.result()
         if len(found) != len(entries):
             self._cool_until = time.monotonic() + COOL_SECONDS
             return {}
+        if not self._in_time:
+            log.info("the index answers in time again")
+        self._in_time = True
         offers = (self._best(entry, locations, hello) for entry, locations in zip(entries, found, strict=True))
         return {offer.info.id: offer for offer in offers if offer is not None}
 
