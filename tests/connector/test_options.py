@@ -33,11 +33,17 @@ def test_what_is_no_address(given: str) -> None:
         PodSettings(engine="fake", kvstore=given)
 
 
+def test_a_name_without_an_authority() -> None:
+    with pytest.raises(ValidationError, match="--kvstore-tls-name needs --kvstore-tls-ca"):
+        PodSettings(engine="fake", kvstore="a:1", kvstore_tls_name="store")
+
+
 def test_with_tls(tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.pem" for name in ("tls_cert", "tls_key", "kvstore_tls_ca")}
-    options = PodSettings(engine="fake", kvstore="a:1,b:2", **files).kvstore_options()  # type: ignore[arg-type]
+    given = PodSettings(engine="fake", kvstore="a:1,b:2", kvstore_tls_name="store", **files)  # type: ignore[arg-type]
+    options = given.kvstore_options()
     assert options is not None
-    assert (options.addresses, options.token) == (("a:1", "b:2"), "")
+    assert (options.addresses, options.token, options.tls_name) == (("a:1", "b:2"), "", "store")
     assert [options.tls_ca, options.tls_cert, options.tls_key] == [
         str(files[name]) for name in ("kvstore_tls_ca", "tls_cert", "tls_key")
     ]

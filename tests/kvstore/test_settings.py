@@ -92,6 +92,7 @@ def test_bad_tiers_stop_the_start(tiers: str, message: str) -> None:
         (["--auth-token", "a", "--auth-token-file", "b"], "exclude each other"),
         (["--tls-cert", "a"], "go together"),
         (["--tls-ca", "a"], "needs --tls-cert"),
+        (["--peer-tls-name", "a"], "needs --peer-tls-ca"),
         (["--index", "10"], "--index"),
     ],
 )

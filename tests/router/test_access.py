@@ -23,11 +23,11 @@ async def local(model_dir: Path) -> AsyncIterator[Local]:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`pod` and `router`, each `.pem` and `.key`; each signs itself, and is its own authority."""
+    """`pod`, `router` and `named`, each `.pem` and `.key`; each signs itself, and is its own authority. Only `named` has a name."""
     folder = tmp_path_factory.mktemp("certificates")
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    for name in ("pod", "router"):
-        names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    for name, where in (("pod", "IP:127.0.0.1"), ("router", "IP:127.0.0.1"), ("named", "DNS:kvrelay-pod")):
+        names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={where}"]
         files = ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.pem")]
         subprocess.run([*command.split(), *names, *files], check=True, capture_output=True, timeout=30)
     return folder
@@ -82,6 +82,31 @@ async def test_certificates_of_both_sides(local: Local, certificates: Path) -> N
     assert local.pods["p0"].engine.stats.prompt_tokens > 0
 
 
+def named(certificates: Path) -> tuple[dict[str, object], dict[str, object]]:
+    """Options of pods and of a router that all have the certificate with a name."""
+    own = {"tls_ca": certificates / "named.pem", "tls_cert": certificates / "named.pem"}
+    own["tls_key"] = certificates / "named.key"
+    return {**own}, {f"pod_{option}": file for option, file in own.items()}
+
+
+async def test_certificates_for_a_name_and_not_for_an_address(local: Local, certificates: Path) -> None:
+    pod, router = named(certificates)
+    await local.add("p0", "prefill", **pod)  # type: ignore[arg-type]
+    await local.add("d0", "decode", **pod)  # type: ignore[arg-type]
+    await local.start(pod_tls_name="kvrelay-pod", **router)
+    await serves(local)
+
+
+@pytest.mark.parametrize("wanted", ["", "another"])
+async def test_a_certificate_for_another_name(
+    local: Local, certificates: Path, caplog: pytest.LogCaptureFixture, wanted: str
+) -> None:
+    pod, router = named(certificates)
+    await local.start(unavailable_after_ms=100, pod_tls_name=wanted, **router)
+    await local.add("d0", "decode", **pod)  # type: ignore[arg-type]
+    await is_refused(local, caplog, "Hostname Verification Check failed")
+
+
 @pytest.mark.parametrize("shown", ["nothing", "no certificate", "a stranger's"])
 async def test_without_the_right_certificate(
     local: Local, certificates: Path, caplog: pytest.LogCaptureFixture, shown: str
@@ -102,7 +127,8 @@ async def test_without_the_right_certificate(
         ({"pod_auth_token": "a", "pod_auth_token_file": "b"}, "--pod-auth-token and --pod-auth-token-file"),
         ({"pod_auth_token_file": "none"}, "--pod-auth-token-file: none"),
         ({"pod_tls_ca": "a", "pod_tls_cert": "b"}, "--pod-tls-cert and --pod-tls-key"),
-        ({"pod_tls_cert": "a", "pod_tls_key": "b"}, "needs --pod-tls-ca"),
+        ({"pod_tls_cert": "a", "pod_tls_key": "b"}, "--pod-tls-cert needs --pod-tls-ca"),
+        ({"pod_tls_name": "a"}, "--pod-tls-name needs --pod-tls-ca"),
     ],
 )
 def test_options_that_do_not_fit(model_dir: Path, options: dict[str, str], message: str) -> None:

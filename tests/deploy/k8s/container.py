@@ -20,6 +20,7 @@ KINDS: dict[str, type[ServiceSettings]] = {
 SECRETS: Mapping[str, Mapping[str, str]] = {
     "kvrelay-api-keys": {"keys": "a-key\n"},
     "kvrelay-pod-token": {"token": "a-token\n"},
+    "kvrelay-pod-tls": {"tls.crt": "a chain", "tls.key": "a key", "ca.crt": "an authority"},
     "kvrelay-redis": {"redis.yaml": "redis_url: rediss://:a-password@redis.example:6379/0\n"},
     "kvrelay-s3": {"access-key-id": "an-id\n", "secret-access-key": "a-secret\n"},
 }

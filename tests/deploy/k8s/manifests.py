@@ -16,7 +16,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[3]
 K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = sorted(folder.name for folder in (K8S / "overlays").iterdir())
-OPTIONAL = ("cuda-ipc", "inference-gateway")
+OPTIONAL = ("cuda-ipc", "inference-gateway", "pod-tls")
 """Components that no overlay has; they are tried on top of `gpu`."""
 VARIANTS = (*OVERLAYS, *(f"gpu+{name}" for name in OPTIONAL))
 Doc = dict[str, Any]

@@ -100,6 +100,27 @@ def test_secrets_are_files_and_all_of_them_documented(variant: str) -> None:
             assert f"--from-file={key}" in text or f"--from-literal={key}" in text
 
 
+def test_certificates_are_for_the_one_name_that_all_callers_want(tmp_path: Path) -> None:
+    [router, prefill, decode, kvstore] = (
+        settings("gpu+pod-tls", name, tmp_path / name) for name in ("router", "prefill", "decode", "kvstore")
+    )
+    assert isinstance(router, RouterSettings)
+    assert isinstance(prefill, PodSettings)
+    assert isinstance(decode, PodSettings)
+    assert isinstance(kvstore, KvStoreSettings)
+    assert router.pod_tls_ca is not None
+    assert router.pod_tls_cert is not None
+    assert kvstore.peer_tls_ca is not None
+    for pod in (prefill, decode):
+        assert pod.kvstore_tls_ca is not None
+    for listener in (prefill, decode, kvstore):
+        assert listener.tls_cert is not None
+        assert listener.tls_ca is not None, "who has no certificate may call"
+    names = {router.pod_tls_name, prefill.kvstore_tls_name, decode.kvstore_tls_name, kvstore.peer_tls_name}
+    [name] = names
+    assert f"DNS:{name}" in (ROOT / "docs" / "kubernetes.md").read_text()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("component", ["router", "prefill", "decode", "kvstore"])
 def test_a_drain_ends_before_the_pod_is_killed(variant: str, component: str, tmp_path: Path) -> None:

@@ -51,13 +51,14 @@ def token_option(option: str, given: SecretStr | None, file: Path | None) -> str
 
 @dataclass(frozen=True, slots=True)
 class PodAccess:
-    """`metadata` goes with each call; `credentials` None: no TLS."""
+    """`metadata` goes with each call; `credentials` None: no TLS. `name` is what certificates must be for; empty: the address's host."""
 
     metadata: Metadata = ()
     credentials: grpc.ChannelCredentials | None = None
+    name: str = ""
 
     @classmethod
-    def load(cls, token: str, *, ca: Path | None, cert: Path | None, key: Path | None) -> "PodAccess":
+    def load(cls, token: str, *, ca: Path | None, cert: Path | None, key: Path | None, name: str = "") -> "PodAccess":
         """TLS where `ca` is given: who signs the pods' certificates. `cert` and `key` are the caller's own.
 
         Raises Internal where a file cannot be read.
@@ -67,11 +68,12 @@ class PodAccess:
         try:
             chain = None if cert is None else cert.read_bytes()
             private = None if key is None else key.read_bytes()
-            return cls(bearer(token), grpc.ssl_channel_credentials(ca.read_bytes(), private, chain))
+            return cls(bearer(token), grpc.ssl_channel_credentials(ca.read_bytes(), private, chain), name)
         except OSError as error:
             raise Internal(f"cannot read {error.filename}: {error.strerror}") from error
 
     def channel(self, address: str, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
         if self.credentials is None:
             return grpc.aio.insecure_channel(address, options=options)
-        return grpc.aio.secure_channel(address, self.credentials, options=options)
+        named = (("grpc.ssl_target_name_override", self.name),) if self.name else ()
+        return grpc.aio.secure_channel(address, self.credentials, options=(*options, *named))

@@ -105,6 +105,8 @@ class KvStoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """PEM files: the authority of its certificate, and this pod's own pair. Empty: no TLS."""
     tls_cert: str = ""
     tls_key: str = ""
+    tls_name: str = ""
+    """In its certificate; empty: the address's host."""
     load: str = "auto"
     """auto: what takes less time than to compute it, as measured; or always."""
     dtype: str = "auto"

@@ -68,9 +68,8 @@ class Node:
         transport = self._transport = make_transport(settings)
         if transport is not None:
             transport.start(arrivals)
-            access = PodAccess.load(
-                settings.token, ca=settings.peer_tls_ca, cert=settings.tls_cert, key=settings.tls_key
-            )
+            own = {"cert": settings.tls_cert, "key": settings.tls_key}
+            access = PodAccess.load(settings.token, ca=settings.peer_tls_ca, name=settings.peer_tls_name, **own)
             fetcher = Fetcher(transport, arrivals, access, settings.peer_timeout_seconds)
             self.sender = Sender(self.chain, transport)
         directory = NodeDirectory(settings.redis_url, settings.cluster)

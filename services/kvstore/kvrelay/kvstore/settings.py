@@ -176,6 +176,14 @@ class KvStoreSettings(ListenerSettings):
     """Within which another node sends something of what it was asked for, or is left alone for a while."""
     peer_tls_ca: Path | None = None
     """PEM file: who signs other stores' certificates; with it they are called with TLS and this store's certificate."""
+    peer_tls_name: str = ""
+    """The name in other stores' certificates, whatever the address that they are called by; not set: the host of that address."""
+
+    @model_validator(mode="after")
+    def _names_peers(self) -> Self:
+        if self.peer_tls_name and self.peer_tls_ca is None:
+            raise ValueError("option --peer-tls-name needs --peer-tls-ca")
+        return self
 
     @cached_property
     def node(self) -> str:

@@ -43,6 +43,8 @@ class RouterSettings(TracedSettings):
     """A file with that token, in place of the token itself, which all users of the host could read in the command line."""
     pod_tls_ca: Path | None = None
     """PEM file: the authority that signed the pods' certificates; with it, pods are called over TLS."""
+    pod_tls_name: str = ""
+    """The name in pods' certificates, whatever the address that they are called by; not set: the host of that address."""
     pod_tls_cert: Path | None = None
     """PEM file: the router's own certificate chain, for pods that want to see one."""
     pod_tls_key: Path | None = None
@@ -75,14 +77,16 @@ class RouterSettings(TracedSettings):
         token_option("pod-auth-token", self.pod_auth_token, self.pod_auth_token_file)
         if (self.pod_tls_cert is None) != (self.pod_tls_key is None):
             raise ValueError("options --pod-tls-cert and --pod-tls-key go together")
-        if self.pod_tls_cert is not None and self.pod_tls_ca is None:
-            raise ValueError("option --pod-tls-cert needs --pod-tls-ca")
+        for option in ("pod_tls_cert", "pod_tls_name"):
+            if getattr(self, option) and self.pod_tls_ca is None:
+                raise ValueError(f"option --{option.replace('_', '-')} needs --pod-tls-ca")
         return self
 
     def pod_access(self) -> PodAccess:
         """Raises Internal where a certificate cannot be read, ValueError where the token's file cannot."""
         token = token_option("pod-auth-token", self.pod_auth_token, self.pod_auth_token_file)
-        return PodAccess.load(token, ca=self.pod_tls_ca, cert=self.pod_tls_cert, key=self.pod_tls_key)
+        own = {"cert": self.pod_tls_cert, "key": self.pod_tls_key}
+        return PodAccess.load(token, ca=self.pod_tls_ca, name=self.pod_tls_name, **own)
 
     @property
     def model_name(self) -> str:

@@ -57,7 +57,7 @@ def _access(options: KvStoreOptions, address: str, pod_id: PodId, identity: Bloc
     ca, cert, key = (Path(p) if p else None for p in (options.tls_ca, options.tls_cert, options.tls_key))
     return KvStoreAccess(
         address=address,
-        rpc=PodAccess.load(options.token, ca=ca, cert=cert, key=key),
+        rpc=PodAccess.load(options.token, ca=ca, cert=cert, key=key, name=options.tls_name),
         pod_id=pod_id,
         fingerprint=identity.fingerprint,
         shape=identity.shape,

@@ -62,6 +62,8 @@ class PodSettings(TracedSettings, ListenerSettings):
     """In which blocks are stored: auto is the KV cache's own, exact; float8_e4m3 takes the least room."""
     kvstore_tls_ca: Path | None = None
     """PEM file: the authority of the stores' certificates; with it they are called with TLS and this pod's certificate."""
+    kvstore_tls_name: str = ""
+    """The name in the stores' certificates, whatever the address that they are called by; not set: the host of that address."""
     threads: int = Field(default=0, ge=0)
     """Of torch on the CPU; 0: all cores."""
     attention: str = "auto"
@@ -114,6 +116,8 @@ class PodSettings(TracedSettings, ListenerSettings):
             raise ValueError("option --model is required")
         if self.kv_events_zmq_replay is not None and self.kv_events_zmq is None:
             raise ValueError("option --kv-events-zmq-replay needs --kv-events-zmq")
+        if self.kvstore_tls_name and self.kvstore_tls_ca is None:
+            raise ValueError("option --kvstore-tls-name needs --kvstore-tls-ca")
         self.engine_config()
         return self
 
@@ -137,6 +141,7 @@ class PodSettings(TracedSettings, ListenerSettings):
             addresses=tuple(self.kvstore.split(",")),
             token=self.token,
             tls_ca=ca,
+            tls_name=self.kvstore_tls_name,
             tls_cert=cert,
             tls_key=key,
             load=self.kvstore_load,
