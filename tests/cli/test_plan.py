@@ -9,6 +9,7 @@ import pytest
 
 from kvrelay.cli.main import main
 from kvrelay.cli.plan import pods, profile, search
+from kvrelay.cli.plan.autoscale import targets
 from kvrelay.cli.plan.demand import Request, faster, of_rate, of_trace, rate_of
 from kvrelay.cli.plan.profile import Profile
 from kvrelay.cli.plan.search import Target
@@ -98,6 +99,28 @@ def test_prompts_wait_for_the_pod_that_is_free_first() -> None:
     assert pods.prefill(requests, even, 2) == ([4.0, 2.0, 3.0, 10.0], pytest.approx(8 / 20))
 
 
+def test_what_a_prefill_pod_carries_before_there_are_more() -> None:
+    """Two pods, a second a token."""
+    even = costs(prefill_seconds_fixed=0, prefill_seconds_per_token=1.0, prefill_seconds_per_token_pair=0)
+    crowd = [
+        Request(0.0, 4, 0, 2),
+        Request(0.0, 5, 1, 2),
+        Request(0.0, 6, 0, 2),
+        Request(2.0, 8, 0, 2),
+        Request(3.0, 1, 0, 2),
+    ]
+    requests = crowd + [Request(100.0 * number, 1, 0, 2) for number in range(1, 36)]
+
+    def of(count: int) -> tuple[float, float]:
+        found = targets(requests[:count], even, search.evaluate(requests[:count], even, TARGET, 2, 3))
+        return found.prefill_queued, found.prefill_tokens
+
+    # What the fifth finds: a second each of the first two, and the third and the fourth whole.
+    assert of(20) == (2 / 2, (1 + 1 + 6 + 8) / 2)
+    # One in forty may find more: what the fourth finds.
+    assert of(40) == (1 / 2, (2 + 2 + 6) / 2)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_fewer_pods_do_not_keep_the_target(seed: int) -> None:
     requests = of_rate(20.0, 3000, 150, 0.25, 60.0, seed)
@@ -160,7 +183,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert said["plan"]["share"] >= 0.99
     assert said["most"]["rate"] >= said["plan"]["rate"]
     assert said["cost_per_hour"] == said["plan"]["num_prefill"] + said["plan"]["num_decode"]
-    assert all(value > 0 for value in said["autoscaling"].values())
+    assert all(value > 0 for name, value in said["autoscaling"].items() if name != "prefill_queued")
     assert main(["plan", "--rate", "10", "--pods", "3"]) == 0
     assert "prefill pods" in capsys.readouterr().out
     wrong = tmp_path / "wrong.json"

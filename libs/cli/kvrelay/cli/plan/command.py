@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrelay.cli.plan import profile as profiles
+from kvrelay.cli.plan.autoscale import Targets, targets, write_component
 from kvrelay.cli.plan.demand import Request, faster, of_rate, of_trace, rate_of
 from kvrelay.cli.plan.profile import Profile
 from kvrelay.cli.plan.search import Outcome, Target, best_split, evaluate, fastest, fewest
@@ -54,6 +55,9 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help=f"what pods cost: one of {', '.join(profiles.names())}, or a file like them [%(default)s]",
     )
     plan.add_argument("--json", action="store_true", help="for programs")
+    plan.add_argument(
+        "--kustomize", type=Path, metavar="DIR", help="write the autoscaler's targets there, as a kustomize component"
+    )
     plan.set_defaults(run=run)
 
 
@@ -72,11 +76,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
     most = found if args.pods else fastest(requests, costs, target, found.num_prefill, found.num_decode)
     assert most is not None, "the load itself is kept up with"
 
-    def at(rate: float) -> Outcome:
-        sped = faster(requests, rate / rate_of(requests))
-        return evaluate(sped, costs, target, found.num_prefill, found.num_decode)
+    def sped(factor: float) -> list[Request]:
+        return faster(requests, factor * most.rate / rate_of(requests))
 
-    plan = Plan(found, most, at(HEADROOM * most.rate), [at(factor * most.rate) for factor in FACTORS])
+    def at(factor: float) -> Outcome:
+        return evaluate(sped(factor), costs, target, found.num_prefill, found.num_decode)
+
+    plan = Plan(found, most, targets(sped(HEADROOM), costs, at(HEADROOM)), [at(factor) for factor in FACTORS])
+    if args.kustomize:
+        write_component(args.kustomize, plan.targets)
     out = terminal()
     if args.json:
         out.print_json(data=_as_data(plan, costs))
@@ -90,18 +98,10 @@ class Plan(NamedTuple):
     found: Outcome
     most: Outcome
     """The same pods at the highest rate that they keep up with."""
-    scaled: Outcome
+    targets: Targets
     """At HEADROOM of that."""
     curve: list[Outcome]
     """By rate."""
-
-    def autoscaling(self, costs: Profile) -> dict[str, float]:
-        """What a pod of each kind carries when it is time for more of them."""
-        return {
-            "prefill_busy": self.scaled.prefill_busy,
-            "decode_sequences": self.scaled.decode.sequences,
-            "decode_kv_use": self.scaled.decode.kv_tokens / costs.max_kv_tokens,
-        }
 
 
 def _as_data(plan: Plan, costs: Profile) -> dict[str, Any]:
@@ -112,20 +112,19 @@ def _as_data(plan: Plan, costs: Profile) -> dict[str, Any]:
         "plan": plain(plan.found),
         "most": plain(plan.most),
         "cost_per_hour": plan.found.num_pods * costs.cost_per_hour,
-        "autoscaling": plan.autoscaling(costs),
+        "autoscaling": plan.targets._asdict(),
         "rates": [plain(outcome) for outcome in plan.curve],
         "profile": msgspec.to_builtins(costs),
     }
 
 
 def _table(requests: Sequence[Request], plan: Plan, costs: Profile) -> Table:
-    found = plan.found
+    found, more = plan.found, plan.targets
     table = Table(box=SIMPLE_HEAD, show_header=False)
     table.add_column()
     table.add_column(style="bold")
     count = len(requests)
     prompt, cached, output = (sum(each[i] for each in requests) / count for i in (1, 2, 3))
-    targets = plan.autoscaling(costs)
     rows = {
         "load": f"{found.rate:.2f} requests/s: {prompt:,.0f} tokens in ({cached / prompt:.0%} cached), {output:,.0f} out",
         "prefill pods": f"{found.num_prefill}, {found.prefill_busy:.0%} busy",
@@ -135,8 +134,8 @@ def _table(requests: Sequence[Request], plan: Plan, costs: Profile) -> Table:
         "goodput": f"{found.goodput:.2f} requests/s, {found.share:.1%} of all",
         "kept up to": f"{plan.most.rate:.2f} requests/s",
         "cost": f"{found.num_pods * costs.cost_per_hour:g} an hour, {found.num_pods} pods",
-        "more prefill pods at": f"{targets['prefill_busy']:.0%} busy",
-        "more decode pods at": f"{targets['decode_sequences']:.0f} sequences each, or {targets['decode_kv_use']:.0%} of their KV",
+        "more prefill pods at": f"{more.prefill_busy:.0%} busy: {more.prefill_tokens:,.0f} tokens to compute each",
+        "more decode pods at": f"{more.decode_sequences:.0f} sequences each, or {more.decode_kv_use:.0%} of their KV",
     }
     for name, text in rows.items():
         table.add_row(name, text)
