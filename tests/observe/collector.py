@@ -1,6 +1,7 @@
 """An OpenTelemetry collector's side of OTLP over HTTP, as its own package of messages reads it."""
 
 import dataclasses
+import gzip
 import http.server
 import threading
 from collections.abc import Iterator, Sequence
@@ -89,6 +90,8 @@ def collecting() -> Iterator[Collector]:
         def do_POST(self) -> None:
             assert self.path == "/v1/traces"
             body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers["content-encoding"] == "gzip":
+                body = gzip.decompress(body)
             collector.spans += _spans(ExportTraceServiceRequest.FromString(body))
             answer = ExportTraceServiceResponse().SerializeToString()
             self.send_response(200)
