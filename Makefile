@@ -93,10 +93,8 @@ console-screenshot: setup ## docs/console.png anew: the console over a stack und
 soak: setup ## the full counts of what `test` samples, and a report; hours (ARGS="--list", ARGS="--only 'faults-*'")
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
-# The packages' own services stay off: the test starts an engine of its own.
-compose-tools: ## Debian's Docker engine and mmdebstrap, for compose-test; as root
-	policy=/usr/sbin/policy-rc.d; [ -e $$policy ] || { trap "rm -f $$policy" EXIT; printf '#!/bin/sh\nexit 101\n' > $$policy; chmod +x $$policy; }; \
-	apt-get update && apt-get install --yes --no-install-recommends docker.io mmdebstrap
+compose-tools: ## a Docker engine and mmdebstrap, for compose-test, where there are none (Debian, as root)
+	tests/deploy/install.sh
 
 compose-test: setup ## images and `docker compose up` for real, on a Docker engine of its own, without pulling anything
 	TORCH='$(TORCH)' $(BIN)/python -m pytest -m compose tests/deploy $(ARGS)
