@@ -1,6 +1,7 @@
 """`kvrelay kv` against a real store."""
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,31 @@ def store(tmp_path: Path) -> Iterator[StoreProcess]:
         yield process
     finally:
         process.kill()
+
+
+def test_a_store_that_wants_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=any"
+    names = ["-addext", "subjectAltName=DNS:kvrelay-pod", "-keyout", f"{tmp_path}/key", "-out", f"{tmp_path}/cert"]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True, timeout=30)
+    files = ["--tls-cert", f"{tmp_path}/cert", "--tls-key", f"{tmp_path}/key", "--tls-ca", f"{tmp_path}/cert"]
+    tiers = "[{tier: cpu, bytes: 1MiB}]"
+    store = StoreProcess(tmp_path, "--tiers", tiers, "--redis-url", "redis://127.0.0.1:1/0", *files)
+    store.start()
+    try:
+        asked = ["kv", "stat", "--address", store.address]
+        assert main([*asked, *files, "--tls-name", "kvrelay-pod", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["tiers"][0]["tier"] == "cpu"
+        for options, reason in (
+            ([], f"the KV store at {store.address}"),
+            (files, "Hostname Verification Check failed"),
+            ([*files[:4], "--tls-name", "kvrelay-pod"], "need --tls-ca"),
+            ([*files[:2], *files[4:]], "go together"),
+            (["--tls-ca", f"{tmp_path}/none"], "none: No such file"),
+        ):
+            assert main([*asked, *options]) == 1
+            assert reason in capsys.readouterr().err.replace("\n", " ")
+    finally:
+        store.kill()
 
 
 def kv(store: StoreProcess, *words: str) -> int:

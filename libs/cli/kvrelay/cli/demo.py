@@ -17,6 +17,7 @@ from kvrelay.cli.status import mebibytes
 from kvrelay.cli.store import stat
 from kvrelay.cli.terminal import terminal
 from kvrelay.cli.up import require_model, watched
+from kvrelay.common.access import PodAccess, bearer
 
 RUN_DIR = Path("var/demo")
 PROMPT = "What is the capital of France? Tell me one thing to see there."
@@ -85,7 +86,7 @@ def _happened(stack: Stack, timing: Timing) -> Table:
     usage = timing.usage
     table.add_row("prompt", f"{usage.prompt_tokens} tokens, {usage.cached_tokens} of them prefix hits")
     for node in stack.kvstores:
-        kept = stat(node.grpc_address, stack.pod_token)
+        kept = stat(node.grpc_address, PodAccess(bearer(stack.pod_token)))
         table.add_row("KV store", ", ".join(f"{tier.tier} {tier.num_blocks} blocks" for tier in kept.tiers))
     table.add_row("time to first token", f"{timing.ttft_ms:.0f} ms")
     after = f"{usage.completion_tokens} tokens, {timing.tokens_per_second:.1f} a second after the first"

@@ -18,7 +18,8 @@ from kvrelay.cli.commands import HOST
 from kvrelay.cli.options import KVSTORE_PORT
 from kvrelay.cli.store import StoreReport, Verified, blocks, remove, stat, verify
 from kvrelay.cli.terminal import terminal
-from kvrelay.common.access import read_token
+from kvrelay.common.access import PodAccess, read_token
+from kvrelay.common.errors import Internal
 
 RUN_DIR = Path("var/run")
 SHOWN_BLOCKS = 50
@@ -45,6 +46,10 @@ def _action(
     parser.add_argument("--address", help=f"HOST:PORT of a store [those of the running stack, or {_default()}]")
     parser.add_argument("--run-dir", type=Path, default=RUN_DIR, help="of the stack [%(default)s]")
     parser.add_argument("--auth-token-file", type=Path, metavar="FILE", help="with the token that the store asks for")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="who signs the store's certificate; with it, TLS")
+    parser.add_argument("--tls-name", default="", metavar="NAME", help="in that certificate [the address's host]")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="of your own, for stores that want one")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="of that certificate")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run)
     return parser
@@ -54,8 +59,8 @@ def _default() -> str:
     return f"{HOST}:{KVSTORE_PORT}"
 
 
-def stores(args: argparse.Namespace) -> tuple[dict[str, str], str]:
-    """Addresses by name, and the token. Raises ValueError."""
+def stores(args: argparse.Namespace) -> tuple[dict[str, str], PodAccess]:
+    """Addresses by name, and how they are asked. Raises ValueError."""
     state = None if args.address else states.load(args.run_dir)
     token_file = args.auth_token_file
     found = {args.address: args.address} if args.address else {}
@@ -64,14 +69,26 @@ def stores(args: argparse.Namespace) -> tuple[dict[str, str], str]:
         if not found:
             raise ValueError(f"the stack in {args.run_dir} has no KV store")
         token_file = token_file or (state.options.pod_auth_token_file and Path(state.options.pod_auth_token_file))
-    return found or {_default(): _default()}, read_token(token_file) if token_file else ""
+    return found or {_default(): _default()}, _access(args, read_token(token_file) if token_file else "")
+
+
+def _access(args: argparse.Namespace, token: str) -> PodAccess:
+    own = {"cert": args.tls_cert, "key": args.tls_key}
+    if args.tls_ca is None and (args.tls_name or any(own.values())):
+        raise ValueError("options --tls-cert, --tls-key and --tls-name need --tls-ca")
+    if (args.tls_cert is None) != (args.tls_key is None):
+        raise ValueError("options --tls-cert and --tls-key go together")
+    try:
+        return PodAccess.load(token, ca=args.tls_ca, name=args.tls_name, **own)
+    except Internal as error:
+        raise ValueError(error.message) from error
 
 
 def run_ls(args: argparse.Namespace, console: Console) -> int:
-    addresses, token = stores(args)
+    addresses, access = stores(args)
     limit = args.limit or None
     found = {
-        name: list(itertools.islice(blocks(address, args.fingerprint, token), limit))
+        name: list(itertools.islice(blocks(address, args.fingerprint, access), limit))
         for name, address in addresses.items()
     }
     if args.json:
@@ -89,8 +106,8 @@ def run_ls(args: argparse.Namespace, console: Console) -> int:
 
 
 def run_stat(args: argparse.Namespace, console: Console) -> int:
-    addresses, token = stores(args)
-    reports = {name: stat(address, token) for name, address in addresses.items()}
+    addresses, access = stores(args)
+    reports = {name: stat(address, access) for name, address in addresses.items()}
     if args.json:
         print_json([{"store": name, **asdict(report)} for name, report in reports.items()])
     else:
@@ -110,8 +127,8 @@ def run_rm(args: argparse.Namespace, console: Console) -> int:
     for block_id in args.ids:
         if not _ID.fullmatch(block_id):
             raise ValueError(f"{block_id!r} is no block's id: it has 32 hexadecimal digits")
-    addresses, token = stores(args)
-    counts = {name: remove(address, args.ids, token) for name, address in addresses.items()}
+    addresses, access = stores(args)
+    counts = {name: remove(address, args.ids, access) for name, address in addresses.items()}
     if args.json:
         print_json([{"store": name, "num_removed": count} for name, count in counts.items()])
     else:
@@ -120,11 +137,11 @@ def run_rm(args: argparse.Namespace, console: Console) -> int:
 
 
 def run_verify(args: argparse.Namespace, console: Console) -> int:
-    addresses, token = stores(args)
+    addresses, access = stores(args)
     last: dict[tuple[str, str], Verified] = {}
     with console.status("reading") as status:
         for name, address in addresses.items():
-            for seen in verify(address, token):
+            for seen in verify(address, access):
                 last[name, seen.tier] = seen
                 status.update(f"{name}, {seen.tier}: {seen.num_whole} whole")
     if args.json:

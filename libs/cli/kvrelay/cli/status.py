@@ -17,6 +17,7 @@ from kvrelay.cli.stack import Stack
 from kvrelay.cli.store import StoreError, StoreReport, stat
 from kvrelay.cli.terminal import terminal
 from kvrelay.cli.up import RUN_DIR
+from kvrelay.common.access import PodAccess, bearer
 
 POD_KINDS = ("prefill", "decode", "both")
 
@@ -95,7 +96,7 @@ def _stores(stack: Stack) -> tuple[dict[str, StoreReport], list[str]]:
     reports, problems = {}, []
     for node in stack.kvstores:
         try:
-            reports[node.name] = stat(node.grpc_address, stack.pod_token)
+            reports[node.name] = stat(node.grpc_address, PodAccess(bearer(stack.pod_token)))
         except StoreError as error:
             problems.append(str(error))
     return reports, problems

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvrelay.common.access import bearer
+from kvrelay.common.access import PodAccess
 from kvrelay.common.rpc import CHANNEL_OPTIONS
 from kvrelay.v1 import kvstore_pb2 as pb
 from kvrelay.v1 import kvstore_pb2_grpc
 
 ASK_SECONDS = 3.0
+OPEN = PodAccess()
 WORK_SECONDS = 3600.0
 """For what goes through all blocks."""
 
@@ -75,17 +76,17 @@ class Verified:
 
 
 @contextmanager
-def _asked(address: str) -> Iterator[kvstore_pb2_grpc.KvStoreStub]:
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+def _asked(address: str, access: PodAccess) -> Iterator[kvstore_pb2_grpc.KvStoreStub]:
+    with access.blocking_channel(address, CHANNEL_OPTIONS) as channel:
         try:
             yield kvstore_pb2_grpc.KvStoreStub(channel)
         except grpc.RpcError as error:
             raise StoreError(f"the KV store at {address}: {error.details() or error.code().name}") from error
 
 
-def stat(address: str, token: str = "") -> StoreReport:
-    with _asked(address) as stub:
-        seen = stub.Stat(pb.StatRequest(), timeout=ASK_SECONDS, metadata=bearer(token))
+def stat(address: str, access: PodAccess = OPEN) -> StoreReport:
+    with _asked(address, access) as stub:
+        seen = stub.Stat(pb.StatRequest(), timeout=ASK_SECONDS, metadata=access.metadata)
     return StoreReport(
         node_id=seen.node_id,
         epoch=seen.epoch,
@@ -112,11 +113,11 @@ def _tier(seen: pb.TierStat) -> TierReport:
     )
 
 
-def blocks(address: str, fingerprint: str = "", token: str = "") -> Iterator[Block]:
+def blocks(address: str, fingerprint: str = "", access: PodAccess = OPEN) -> Iterator[Block]:
     """Of one model, or of all."""
-    with _asked(address) as stub:
+    with _asked(address, access) as stub:
         request = pb.ListRequest(fingerprint=fingerprint)
-        for part in stub.List(request, timeout=WORK_SECONDS, metadata=bearer(token)):
+        for part in stub.List(request, timeout=WORK_SECONDS, metadata=access.metadata):
             for block in part.blocks:
                 yield Block(
                     id=block.id.hex(),
@@ -129,18 +130,18 @@ def blocks(address: str, fingerprint: str = "", token: str = "") -> Iterator[Blo
                 )
 
 
-def remove(address: str, ids: Sequence[str], token: str = "") -> int:
+def remove(address: str, ids: Sequence[str], access: PodAccess = OPEN) -> int:
     """Those of these hexadecimal ids that were there; no ids: all blocks."""
     packed = b"".join(map(bytes.fromhex, ids))
-    with _asked(address) as stub:
+    with _asked(address, access) as stub:
         request = pb.RemoveRequest(ids=packed, all=not ids)
-        return int(stub.Remove(request, timeout=WORK_SECONDS, metadata=bearer(token)).num_removed)
+        return int(stub.Remove(request, timeout=WORK_SECONDS, metadata=access.metadata).num_removed)
 
 
-def verify(address: str, token: str = "") -> Iterator[Verified]:
+def verify(address: str, access: PodAccess = OPEN) -> Iterator[Verified]:
     """How far it is, again and again, tier after tier."""
-    with _asked(address) as stub:
-        for seen in stub.Verify(pb.VerifyRequest(), timeout=WORK_SECONDS, metadata=bearer(token)):
+    with _asked(address, access) as stub:
+        for seen in stub.Verify(pb.VerifyRequest(), timeout=WORK_SECONDS, metadata=access.metadata):
             yield Verified(
                 tier=_name(seen.tier),
                 num_whole=seen.num_whole,

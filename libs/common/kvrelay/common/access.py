@@ -75,5 +75,13 @@ class PodAccess:
     def channel(self, address: str, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
         if self.credentials is None:
             return grpc.aio.insecure_channel(address, options=options)
-        named = (("grpc.ssl_target_name_override", self.name),) if self.name else ()
-        return grpc.aio.secure_channel(address, self.credentials, options=(*options, *named))
+        return grpc.aio.secure_channel(address, self.credentials, options=(*options, *self._named))
+
+    def blocking_channel(self, address: str, options: Sequence[tuple[str, int]]) -> grpc.Channel:
+        if self.credentials is None:
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, self.credentials, options=(*options, *self._named))
+
+    @property
+    def _named(self) -> tuple[tuple[str, str], ...]:
+        return (("grpc.ssl_target_name_override", self.name),) if self.name else ()
