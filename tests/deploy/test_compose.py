@@ -12,7 +12,7 @@ import pytest
 from kvrelay.cli.ports import free_ports
 from tests.deploy.docker_engine import DockerEngine, NoEngine
 from tests.deploy.images import ROOT, TARGETS, Builder
-from tests.deploy.project import HTTP_PORTS, Project
+from tests.deploy.project import HTTP_PORTS, UP_SECONDS, Project
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
@@ -63,8 +63,14 @@ def project(idle: Project) -> Iterator[Project]:
 def whole(project: Project) -> Project:
     """As the compose file says, whatever the test before has done."""
     if project.healthy() != SERVICES:
-        project.up()
+        _mend(project)
     return project
+
+
+def _mend(project: Project) -> None:
+    """`up --wait` would not do: it gives up at once where a router has been without decode pods for a while."""
+    project.compose("up", "--detach", "--no-build", seconds=UP_SECONDS)
+    eventually(lambda: project.healthy() == SERVICES, lambda: f"all are healthy: {project.healthy()}", UP_SECONDS)
 
 
 @pytest.fixture
@@ -211,7 +217,7 @@ def test_a_prefix_comes_back_from_s3_when_it_is_nowhere_else(client: openai.Open
     eventually(lambda: _tiers_of(whole, ids) == {"s3"}, lambda: f"only in S3: {_tiers_of(whole, ids)}", 60)
     # Pods lose what they have cached by a restart, and the nearer tiers lose the rest.
     whole.compose("restart", "prefill", "decode")
-    whole.up()
+    _mend(whole)
     nearer = [block["id"] for block in whole.kv("ls", "--limit=0") if block["tier"] != "s3"]
     whole.kv("rm", *nearer)
     before = _tier(whole, "s3")
