@@ -23,7 +23,7 @@ from kvrelay.common.request import (
     SamplingParams,
     TokenLogprob,
 )
-from kvrelay.engine.batch import Batch, Done, LayerHook, Sample, Scheduled, StepResult
+from kvrelay.engine.batch import NO_TOKEN, Batch, Done, LayerHook, Scheduled, StepResult
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.core import Engine, Reservation, StepUpdate
 from kvrelay.engine.pool import CacheListener
@@ -79,14 +79,21 @@ class CheckingRunner:
         self.batches.append(
             [(part.seq.request.request_id, part.seq.choice, part.start, part.num_tokens) for part in batch.parts]
         )
-        samples = [sample for part in batch.parts if part.samples for sample in self._sample(part)]
-        self.last.update({sample.seq: sample.token for sample in samples})
+        assert batch.num_tokens == sum(sizes)
+        tokens: list[int] = []
+        chosen: dict[int, PositionLogprobs] = {}
+        for part in batch.parts:
+            for token in self._sample(part):
+                self.last[part.seq] = token
+                if part.seq.request.sampling.logprobs is not None:
+                    chosen[len(tokens)] = PositionLogprobs(TokenLogprob(token, -0.5, 1), ())
+                tokens.append(token)
         logprobs = {
             part.seq: _prompt_logprobs(part)
             for part in batch.parts
             if part.seq.request.sampling.prompt_logprobs is not None and part.start < part.seq.num_prompt - 1
         }
-        return Done(StepResult(samples, logprobs, self.seconds))
+        return Done(StepResult(tokens, chosen, logprobs, self.seconds))
 
     def tokens(self, part: Scheduled) -> list[int]:
         known = part.seq.tokens[: part.end]
@@ -130,18 +137,13 @@ class CheckingRunner:
         if seq.row < 0:
             seq.row = self.free_rows.pop()
 
-    def _sample(self, part: Scheduled) -> list[Sample]:
+    def _sample(self, part: Scheduled) -> list[int]:
         seq = part.seq
+        assert part.samples == (seq.num_branches if part.end >= len(seq.tokens) else 0)
         if seq.request.request_id in self.spoilt:
-            return []
+            return [NO_TOKEN] * part.samples
         kv = prefixes(self.tokens(part))[-1]
-        choices = range(seq.choice, seq.choice + seq.num_branches)
-        wants = seq.request.sampling.logprobs is not None
-        return [
-            Sample(seq, choice, token, PositionLogprobs(TokenLogprob(token, -0.5, 1), ()) if wants else None)
-            for choice in choices
-            for token in [next_token(kv, choice)]
-        ]
+        return [next_token(kv, choice) for choice in range(seq.choice, seq.choice + part.samples)]
 
     def forget(self, seq: Sequence) -> None:
         assert seq.row >= 0

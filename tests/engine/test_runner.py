@@ -8,7 +8,7 @@ import torch
 
 from kvrelay.common.errors import Internal
 from kvrelay.engine import runner as runner_module
-from kvrelay.engine.batch import Batch, Scheduled
+from kvrelay.engine.batch import NO_TOKEN, Batch, Scheduled
 from kvrelay.engine.runner import padded
 from tests.engine.tiny import VOCAB, Host, close, make, reference, tokens_of
 
@@ -66,12 +66,14 @@ def test_decodes_and_chunks_in_one_step(sized: Host, llama: tuple[Path, Any]) ->
     close(sized.sampler.logits[1], reference(llama[1], prompt)[-1])
 
 
-def test_only_parts_that_end_sample(host: Host) -> None:
+def test_only_parts_that_end_sample(host: Host, llama: tuple[Path, Any]) -> None:
     first, second = host.sequence(tokens_of(40)), host.sequence(tokens_of(30, seed=1))
     result = host.step((first, 20), (second, 30))
-    assert [sample.seq for sample in result.samples] == [second]
-    assert host.step((first, 10)).samples == []
-    assert host.step((first, 10)).samples[0].seq is first
+    assert result.tokens == [int(host.sampler.logits.argmax())]
+    close(host.sampler.logits, reference(llama[1], second.tokens)[-1:])
+    assert host.step((first, 10)).tokens == []
+    assert len(host.step((first, 10)).tokens) == 1
+    close(host.sampler.logits, reference(llama[1], first.tokens)[-1:])
     assert result.seconds > 0
 
 
@@ -89,14 +91,15 @@ def test_branches_share_one_row_and_go_apart_by_copy(host: Host, llama: tuple[Pa
     text = tokens_of(40)
     root = host.sequence(text, num_branches=3)
     result = host.step((root, 40))
-    assert [(s.seq, s.choice) for s in result.samples] == [(root, 0), (root, 1), (root, 2)]
+    assert len(result.tokens) == 3
     close(host.sampler.logits, reference(llama[1], text)[-1].expand(3, VOCAB))
     branch = host.sequence(text, choice=1)
     branch.num_computed, branch.blocks = 40, [*root.blocks[:2], host.take_block()]
+    root.num_branches = 1
     root.tokens.append(7)
     branch.tokens.append(9)
     copies = ((root.blocks[2], branch.blocks[2]),)
-    assert len(host.step((root, 1), (branch, 1), copies=copies).samples) == 2
+    assert len(host.step((root, 1), (branch, 1), copies=copies).tokens) == 2
     for row, token in enumerate((7, 9)):
         close(host.sampler.logits[row], reference(llama[1], [*text, token])[-1])
 
@@ -106,7 +109,7 @@ def test_a_replaced_block_is_seen(host: Host, llama: tuple[Path, Any]) -> None:
     text = tokens_of(40)
     seq = host.sequence(text)
     host.step((seq, 40))
-    old, seq.blocks[2] = seq.blocks[2], host.take_block()
+    old, seq.blocks[2], seq.num_tabled = seq.blocks[2], host.take_block(), 0
     seq.tokens.append(5)
     host.step((seq, 1), copies=((old, seq.blocks[2]),))
     close(host.sampler.logits[0], reference(llama[1], [*text, 5])[-1])
@@ -130,7 +133,7 @@ def test_logits_that_are_not_finite_cost_their_row_only(host: Host) -> None:
     spoilt = host.sequence(tokens_of(40), repetition_penalty=1e-40)
     whole = host.sequence(tokens_of(30, seed=1))
     result = host.step((spoilt, 40), (whole, 30))
-    assert [sample.seq for sample in result.samples] == [whole]
+    assert result.tokens == [NO_TOKEN, int(host.sampler.logits[1].argmax())]
 
 
 def test_rows_run_out(host: Host) -> None:
@@ -139,14 +142,14 @@ def test_rows_run_out(host: Host) -> None:
     with pytest.raises(Internal, match="more than 12"):
         host.step((seqs[-1], 1))
     host.runner.forget(seqs[0])
-    assert len(host.step((seqs[-1], 1)).samples) == 1
+    assert len(host.step((seqs[-1], 1)).tokens) == 1
 
 
 def test_too_many_tokens(llama: tuple[Path, Any]) -> None:
     host = Host(llama[0], max_num_batched_tokens=32)
     seq = host.sequence(tokens_of(40))
     with pytest.raises(Internal, match="max_num_batched_tokens"):
-        host.runner.execute(Batch(1, [Scheduled(seq, 0, 40)], []), lambda layer: None)
+        host.runner.execute(Batch(1, [Scheduled(seq, 0, 40, 1)], [], 40), lambda layer: None)
 
 
 @pytest.mark.parametrize("chunk", [7, 60])
@@ -173,7 +176,7 @@ def test_no_prompt_logprobs_of_the_output(host: Host) -> None:
     seq = host.sequence(tokens_of(10), prompt_logprobs=0)
     result = host.step((seq, 10))
     assert len(result.prompt_logprobs[seq]) == 9
-    seq.tokens.append(result.samples[0].token)
+    seq.tokens.append(result.tokens[0])
     assert host.step((seq, 1)).prompt_logprobs == {}
 
 

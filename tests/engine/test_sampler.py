@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from kvrelay.common.ids import RequestId
 from kvrelay.common.request import EngineRequest, PositionLogprobs, SamplingParams
+from kvrelay.engine.batch import NO_TOKEN
 from kvrelay.engine.draw import invert
 from kvrelay.engine.penalties import Penalties
 from kvrelay.engine.rng import Purpose, uniforms
-from kvrelay.engine.sampler import BadLogits, Sampler
+from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.sequence import Sequence
 
 pytestmark = pytest.mark.unit
@@ -38,8 +39,8 @@ def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
 
 
 def draw_one(logits: torch.Tensor, seq: Sequence, choice: int = 0) -> int:
-    (sample,) = Sampler(logits.shape[-1], EOS).sample(logits.clone().view(1, -1), [(seq, choice)])
-    return sample.token
+    (token,) = Sampler(logits.shape[-1], EOS).sample(logits.clone().view(1, -1), [(seq, choice)]).tokens
+    return token
 
 
 # The same in plain code, float64, one row, one token at a time.
@@ -112,18 +113,17 @@ ROWS = st.lists(st.tuples(st.builds(sequence, TOKENS, TOKENS, PARAMS), st.intege
 @given(rows=ROWS, seed=st.integers(0, 10**6))
 def test_equals_plain_code(rows: list[tuple[Sequence, int]], seed: int) -> None:
     logits = random_logits(len(rows), seed)
-    samples = Sampler(VOCAB, EOS).sample(logits.clone(), rows)
-    assert [(sample.seq, sample.choice) for sample in samples] == rows
-    for row, (seq, choice), sample in zip(logits.tolist(), rows, samples, strict=True):
+    drawn = Sampler(VOCAB, EOS).sample(logits.clone(), rows)
+    for row, (seq, choice), found in zip(logits.tolist(), rows, drawn.tokens, strict=True):
         params = seq.request.sampling
         values = plain_adjusted(row, seq)
         if params.temperature == 0.0 or params.top_k == 1:
-            assert values[sample.token] == pytest.approx(max(values), abs=1e-5)
+            assert values[found] == pytest.approx(max(values), abs=1e-5)
             continue
         probabilities = plain_distribution(values, params)
         (uniform,) = uniforms([params.seed or 0], [choice], [len(seq.tokens)], Purpose.TOKEN)
         token, distance = plain_draw(probabilities, float(uniform))
-        assert sample.token == token or distance < 1e-5
+        assert found == token or distance < 1e-5
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,9 +139,9 @@ def test_adjusted_logits_equal_plain_code(rows: list[tuple[Sequence, int]], seed
 @given(rows=st.lists(st.builds(sequence, TOKENS, TOKENS, PARAMS), min_size=16, max_size=16), seed=st.integers(0, 10**6))
 def test_alone_as_in_a_batch_of_16(rows: list[Sequence], seed: int) -> None:
     logits = random_logits(16, seed)
-    together = Sampler(VOCAB, EOS).sample(logits.clone(), [(seq, 1) for seq in rows])
+    together = Sampler(VOCAB, EOS).sample(logits.clone(), [(seq, 1) for seq in rows]).tokens
     alone = [draw_one(logits[row], seq, choice=1) for row, seq in enumerate(rows)]
-    assert [sample.token for sample in together] == alone
+    assert together == alone
 
 
 def test_alone_as_in_a_batch_with_a_large_vocabulary_and_ties() -> None:
@@ -150,8 +150,8 @@ def test_alone_as_in_a_batch_with_a_large_vocabulary_and_ties() -> None:
     logits = random_logits(16, vocab=vocab).bfloat16().float()
     variants: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 300, "top_p": 0.5}, {"min_p": 0.02}]
     rows = [(sequence([1], [2], SamplingParams(seed=i, **variants[i % 5])), 0) for i in range(16)]
-    together = Sampler(vocab, EOS).sample(logits.clone(), rows)
-    assert [sample.token for sample in together] == [draw_one(logits[i], seq) for i, (seq, _) in enumerate(rows)]
+    together = Sampler(vocab, EOS).sample(logits.clone(), rows).tokens
+    assert together == [draw_one(logits[i], seq) for i, (seq, _) in enumerate(rows)]
 
 
 def test_slightly_different_logits_seldom_draw_another_token() -> None:
@@ -160,7 +160,7 @@ def test_slightly_different_logits_seldom_draw_another_token() -> None:
     noise = 1e-6 * torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(1))
     plain = Sampler(VOCAB, EOS).sample(logits.clone(), rows)
     noisy = Sampler(VOCAB, EOS).sample(logits + noise, rows)
-    assert [sample.token for sample in plain] == [sample.token for sample in noisy]
+    assert plain.tokens == noisy.tokens
 
 
 def test_seed_choice_and_position_each_change_the_draw() -> None:
@@ -203,7 +203,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     for seed in range(count):
         seeded = SamplingParams(**{f: getattr(params, f) for f in params.__struct_fields__ if f != "seed"}, seed=seed)
         rows.append((sequence([0], [1, 3], seeded), 0))
-    drawn = np.bincount([s.token for s in sampler.sample(logits.repeat(count, 1), rows)], minlength=vocab)
+    drawn = np.bincount(sampler.sample(logits.repeat(count, 1), rows).tokens, minlength=vocab)
     assert not drawn[expected == 0].any()
     common = expected >= 5
     rest = [expected[~common].sum()], [drawn[~common].sum()]
@@ -262,17 +262,16 @@ def test_penalty_counts_follow_the_sequence() -> None:
         present = [seq for i, seq in enumerate(seqs) if (step // 10) % 3 != i]
         logits = random_logits(len(present), seed=step % 7)
         rows = [(seq, 0) for seq in present]
-        found = [sample.token for sample in kept.sample(logits.clone(), rows)]
-        assert found == [sample.token for sample in Sampler(VOCAB, EOS).sample(logits.clone(), rows)]
+        found = kept.sample(logits.clone(), rows).tokens
+        assert found == Sampler(VOCAB, EOS).sample(logits.clone(), rows).tokens
         for seq, token in zip(present, found, strict=True):
             seq.tokens.append(token)
 
 
 def test_branches_of_one_sequence_draw_apart() -> None:
     seq = sequence([1, 2], [], SamplingParams(seed=4, n=4, frequency_penalty=0.5))
-    samples = Sampler(VOCAB, EOS).sample(torch.zeros(4, VOCAB), [(seq, choice) for choice in range(4)])
-    assert [sample.choice for sample in samples] == [0, 1, 2, 3]
-    assert len({sample.token for sample in samples}) == 4
+    drawn = Sampler(VOCAB, EOS).sample(torch.zeros(4, VOCAB), [(seq, choice) for choice in range(4)])
+    assert len(set(drawn.tokens)) == len(drawn.tokens) == 4
 
 
 # Log-probabilities.
@@ -297,11 +296,11 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits[3, :10] = 20.0  # equal ones, ten of them
     wanted = [5, 0, None, 10]
     biased = [SamplingParams(seed=i, logprobs=k, logit_bias={7: 50.0}, top_k=3) for i, k in enumerate(wanted)]
-    samples = Sampler(VOCAB, EOS).sample(logits.clone(), [(sequence([1], [], p), 0) for p in biased])
-    assert samples[2].logprobs is None
+    drawn = Sampler(VOCAB, EOS).sample(logits.clone(), [(sequence([1], [], p), 0) for p in biased])
+    assert drawn.logprobs.keys() == {0, 1, 3}
     for row in (0, 1, 3):
-        check_logprobs(samples[row].logprobs, logits[row], samples[row].token, wanted[row] or 0)
-    assert samples[0].token == 7
+        check_logprobs(drawn.logprobs[row], logits[row], drawn.tokens[row], wanted[row] or 0)
+    assert drawn.tokens[0] == 7
 
 
 def test_prompt_logprobs() -> None:
@@ -324,10 +323,9 @@ def test_bad_logits_fail_their_rows_only(temperature: float) -> None:
     logits = random_logits(5)
     good = Sampler(VOCAB, EOS).sample(logits.clone(), rows)
     logits[1, 3], logits[2, 4], logits[4] = math.nan, math.inf, -math.inf
-    with pytest.raises(BadLogits) as raised:
-        Sampler(VOCAB, EOS).sample(logits, rows)
-    assert raised.value.rows == (1, 2, 4)
-    assert raised.value.samples == [good[0], good[3]]
+    found = Sampler(VOCAB, EOS).sample(logits, rows)
+    assert found.tokens == [good.tokens[0], NO_TOKEN, NO_TOKEN, good.tokens[3], NO_TOKEN]
+    assert [found.logprobs[row] for row in (0, 3)] == [good.logprobs[row] for row in (0, 3)]
 
 
 def test_masked_logits_are_not_bad() -> None:
@@ -344,4 +342,4 @@ def test_eos_outside_the_vocabulary_is_refused() -> None:
 
 
 def test_no_rows_no_samples() -> None:
-    assert Sampler(VOCAB, EOS).sample(torch.empty(0, VOCAB), []) == []
+    assert Sampler(VOCAB, EOS).sample(torch.empty(0, VOCAB), []) == ([], {})

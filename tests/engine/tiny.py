@@ -10,12 +10,12 @@ import transformers
 from kvrelay.common.ids import RequestId
 from kvrelay.common.request import EngineRequest, PositionLogprobs, SamplingParams
 from kvrelay.engine.attention.registry import choose
-from kvrelay.engine.batch import Batch, LayerHook, Sample, Scheduled, StepResult
+from kvrelay.engine.batch import Batch, LayerHook, Scheduled, StepResult
 from kvrelay.engine.cache import TORCH_DTYPES, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.loader import LoadedModel, load_model
 from kvrelay.engine.runner import ModelRunner
-from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.sampler import Drawn, Sampler
 from kvrelay.engine.sequence import Sequence
 
 VOCAB = 131
@@ -77,7 +77,7 @@ class LogitSampler(Sampler):
         self.logits = torch.empty(0)
         self.pieces: list[int] = []
 
-    def sample(self, logits: torch.Tensor, rows: list[tuple[Sequence, int]]) -> list[Sample]:
+    def sample(self, logits: torch.Tensor, rows: list[tuple[Sequence, int]]) -> Drawn:
         self.logits = logits.clone()
         return super().sample(logits, rows)
 
@@ -123,12 +123,15 @@ class Host:
         """Computes so many more tokens of each sequence."""
         scheduled = []
         for seq, count in parts:
-            part = Scheduled(seq, seq.num_computed, count)
+            samples = seq.num_branches if count == seq.num_to_compute else 0
+            part = Scheduled(seq, seq.num_computed, count, samples)
             while len(seq.blocks) * self.config.block_size < part.end:
                 seq.blocks.append(self._free.pop())
             scheduled.append(part)
         self._steps += 1
-        result = self.runner.execute(Batch(self._steps, scheduled, list(copies)), on_layer)
+        result = self.runner.execute(
+            Batch(self._steps, scheduled, list(copies), sum(count for _, count in parts)), on_layer
+        )
         for part in scheduled:
             part.seq.num_computed = part.end
         return result

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from kvrelay.common.request import PositionLogprobs
 from kvrelay.engine.sequence import Sequence
 
@@ -15,9 +17,12 @@ def no_hook(layer: int) -> None:
     pass
 
 
-@dataclasses.dataclass(slots=True)
-class Scheduled:
-    """A sequence's part of a step: `tokens[start : start + num_tokens]`.
+NO_TOKEN = -1
+"""In place of one whose logits were not finite."""
+
+
+class Scheduled(msgspec.Struct, eq=False, gc=False):
+    """A sequence's part of a step: `tokens[start : start + num_tokens]`. A struct, as each step makes one a sequence.
 
     The last of them may be one that the step before samples: it is not in `seq.tokens` when the step is launched.
     """
@@ -25,25 +30,13 @@ class Scheduled:
     seq: Sequence
     start: int
     num_tokens: int
-    samples: bool = dataclasses.field(init=False)
-    """The part reaches the end of the tokens: the next one, at `end`, is sampled."""
-
-    def __post_init__(self) -> None:
-        seq = self.seq
-        self.samples = self.start + self.num_tokens == len(seq.tokens) + seq.num_unknown
+    samples: int
+    """How many tokens are drawn for the position `end`: none where more are known, else one, or one a choice where the
+    choices part, the first for `seq.choice`."""
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
-
-    def take_off(self) -> None:
-        """The step is in flight."""
-        self.seq.num_ahead += self.num_tokens
-        self.seq.num_unknown += self.samples
-
-    def land(self) -> None:
-        self.seq.num_ahead -= self.num_tokens
-        self.seq.num_unknown -= self.samples
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,29 +47,33 @@ class Batch:
     number: int
     parts: list[Scheduled]
     copies: list[tuple[int, int]]
+    num_tokens: int
+    """Of all the parts."""
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(part.num_tokens for part in self.parts)
+    def take_off(self) -> None:
+        """The step is in flight."""
+        for part in self.parts:
+            seq = part.seq
+            seq.num_ahead += part.num_tokens
+            if part.samples:
+                seq.num_unknown += 1
 
-
-@dataclasses.dataclass(slots=True)
-class Sample:
-    """The token drawn for one choice, at the position after the part that it belongs to."""
-
-    seq: Sequence
-    choice: int
-    token: int
-    logprobs: PositionLogprobs | None = None
+    def land(self) -> None:
+        for part in self.parts:
+            seq = part.seq
+            seq.num_ahead -= part.num_tokens
+            if part.samples:
+                seq.num_unknown -= 1
 
 
 @dataclasses.dataclass(slots=True)
 class StepResult:
-    """`samples`: for each part that samples, in the batch's order, one a choice (`num_branches` of them while a sequence
-    has no output yet and is to branch). `prompt_logprobs`: by sequence, for the prompt tokens after each computed
-    position (position p gives the log-probability of prompt token p + 1)."""
+    """`tokens`: for each part in the batch's order, as many as it samples; NO_TOKEN where the logits were not finite.
+    `logprobs`: of those of `tokens`, by their index, for which they were asked. `prompt_logprobs`: by sequence, for the
+    prompt tokens after each computed position (position p gives the log-probability of prompt token p + 1)."""
 
-    samples: list[Sample]
+    tokens: list[int]
+    logprobs: dict[int, PositionLogprobs] = dataclasses.field(default_factory=dict)
     prompt_logprobs: dict[Sequence, list[PositionLogprobs]] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 

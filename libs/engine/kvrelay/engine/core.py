@@ -9,6 +9,7 @@ the runner allows for it, the next step is scheduled and launched before the res
 sequences whose next token depends on nothing but the KV, and takes the tokens that it does not know yet from the device.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, KeysView
 from typing import Protocol
@@ -16,7 +17,7 @@ from typing import Protocol
 from kvrelay.common.errors import DeadlineExceeded, Internal, KvrelayError, TransferFailed
 from kvrelay.common.ids import Fingerprint, RequestId
 from kvrelay.common.request import ChoiceDelta, EngineRequest, PositionLogprobs
-from kvrelay.engine.batch import Batch, LayerHook, Running, Sample, StepResult, no_hook
+from kvrelay.engine.batch import NO_TOKEN, Batch, LayerHook, Running, StepResult, no_hook
 from kvrelay.engine.budget import StepBudget
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.entry import Entry, Limits, delivered
@@ -37,6 +38,11 @@ from kvrelay.engine.sequence import Sequence, State
 from kvrelay.engine.views import Counts, Views, on_the_host
 
 __all__ = ["Engine", "Reservation", "Runner", "StepUpdate", "TransferPort"]
+
+log = logging.getLogger(__name__)
+
+Drawn = tuple[int, PositionLogprobs | None]
+"""A token, or NO_TOKEN."""
 
 _CHUNK = 16
 _CPU_START = 64
@@ -87,10 +93,9 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             watermark=-int(-config.watermark * num_blocks // 1),
             reclaim=lambda: self._admission.revoke_newest(),
-            goes_on=self.limits.may_go_on,
         )
         self._ledger = Ledger(self.manager, self.scheduler, self.limits, NoTransfer())
-        self._admission = Admission(self._ledger, self.manager, self.scheduler, self.limits)
+        self._admission = Admission(self._ledger, self.manager, self.scheduler)
         self._flights: deque[Batch] = deque()
         """Scheduled and not updated, in order."""
         self._running: deque[tuple[Batch, Running]] = deque()
@@ -232,9 +237,8 @@ class Engine:
         if batch is None:
             return None
         self._flights.append(batch)
-        for part in batch.parts:
-            part.take_off()
-            self._announce(part.seq)
+        batch.take_off()
+        self._announce()
         return batch
 
     @on_the_host
@@ -249,20 +253,13 @@ class Engine:
         self._flights.popleft()
         self.counts.add(batch, result)
         self.budget.observe(batch.num_tokens, result.seconds)
-        for part in batch.parts:
-            part.land()
-            # A sequence that has ended meanwhile may lack the last token of its part.
-            self.manager.commit(part.seq, min(part.start + part.num_tokens, len(part.seq.tokens)))
-            if result.prompt_logprobs and part.seq in result.prompt_logprobs:
-                self._collect(part.seq, part.start, result.prompt_logprobs[part.seq])
+        batch.land()
+        self.manager.commit_step(batch.parts)
+        if result.prompt_logprobs:
+            self._collect(batch, result.prompt_logprobs)
         self.manager.end_step()
         self._ledger.end_step()
-        drawn: dict[Sequence, list[Sample]] = {}
-        for sample in result.samples:
-            drawn.setdefault(sample.seq, []).append(sample)
-        for part in batch.parts:
-            if part.samples and part.seq.state is State.RUNNING:
-                self._advance(part.seq, drawn.get(part.seq, []))
+        self._advance(batch, result)
         self._forget()
         return self.drain()
 
@@ -272,8 +269,7 @@ class Engine:
         self._running.clear()
         for batch in flights:
             self.manager.end_step()
-            for part in batch.parts:
-                part.land()
+            batch.land()
         for request_id in {part.seq.request.request_id for batch in flights for part in batch.parts}:
             self.fail(request_id, Internal("the step failed"))
         self._ledger.end_step()
@@ -283,50 +279,65 @@ class Engine:
         """What was said since the last update, if anything."""
         return self._ledger.drain()
 
-    def _announce(self, seq: Sequence) -> None:
-        entry = self._ledger.entries[seq.request.request_id]
-        if entry.announced:
-            return
-        entry.announced = True
-        self.counts.prompt_tokens += seq.num_prompt
-        self.counts.cached_tokens += seq.num_cached
-        if entry.pushing:
-            self._ledger.note(entry, PrefillStarted(num_cached_tokens=seq.num_cached))
+    def _announce(self) -> None:
+        """The requests that are in a step for the first time."""
+        started = [seq for seq in self.scheduler.started if seq.num_ahead]
+        self.scheduler.started = [
+            seq for seq in self.scheduler.started if seq.state is State.RUNNING and not seq.num_ahead
+        ]
+        for seq in started:
+            entry = self._ledger.entries[seq.request.request_id]
+            if not entry.announced:
+                entry.announced = True
+                self.counts.prompt_tokens += seq.num_prompt
+                self.counts.cached_tokens += seq.num_cached
+                if entry.pushing:
+                    self._ledger.note(entry, PrefillStarted(num_cached_tokens=seq.num_cached))
 
-    def _collect(self, seq: Sequence, start: int, logprobs: list[PositionLogprobs]) -> None:
-        entry = self._ledger.entries.get(seq.request.request_id)
-        if entry is not None and seq in entry.sequences[:1] and not entry.prompt_computed:
-            entry.collect(start, logprobs)
+    def _collect(self, batch: Batch, logprobs: dict[Sequence, list[PositionLogprobs]]) -> None:
+        for part in batch.parts:
+            seq, entry = part.seq, self._ledger.entries.get(part.seq.request.request_id)
+            if seq in logprobs and entry is not None and seq in entry.sequences[:1] and not entry.prompt_computed:
+                entry.collect(part.start, logprobs[seq])
 
-    def _advance(self, seq: Sequence, samples: list[Sample]) -> None:
-        """The tokens drawn for a sequence: one, or one a choice where its prompt is complete and the choices part."""
-        entry = self._ledger.entries.get(seq.request.request_id)
-        if entry is None or seq.state is not State.RUNNING:
-            return  # another choice of the request has failed it a moment ago
-        if len(samples) != seq.num_branches:
+    def _advance(self, batch: Batch, result: StepResult) -> None:
+        """Gives each sequence the token that was drawn for it, or its choices theirs, where they part."""
+        entries, tokens, first = self._ledger.entries, result.tokens, 0
+        for part in batch.parts:
+            seq = part.seq
+            # One that does not run any more has ended meanwhile, or another choice of the request has failed it a moment ago.
+            if part.samples and seq.state is State.RUNNING:
+                entry = entries[seq.request.request_id]
+                if part.samples == 1 and entry.prompt_computed and tokens[first] != NO_TOKEN:
+                    self._append(entry, seq, tokens[first], result.logprobs.get(first))
+                else:
+                    drawn = range(first, first + part.samples)
+                    self._advance_first(entry, seq, [(tokens[i], result.logprobs.get(i)) for i in drawn])
+            first += part.samples
+
+    def _advance_first(self, entry: Entry, seq: Sequence, drawn: list[Drawn]) -> None:
+        """Of a request of which no token was there before; or there is none to be had."""
+        if any(token == NO_TOKEN for token, _ in drawn):
+            log.error("the model's logits are not finite: %s", entry.request.request_id)
             self._ledger.fail(entry, Internal("the model gave no usable logits"))
             return
-        if not entry.prompt_computed and seq is entry.lead:
+        if seq is entry.lead and not entry.prompt_computed:
             entry.prompt_computed = True
             self._ledger.note(
                 entry,
                 PromptComputed(num_cached_tokens=seq.num_cached, prompt_logprobs=entry.whole_prompt_logprobs()),
             )
         if seq.whole:
-            self._hold_for_push(entry, seq, samples)
+            self._hold_for_push(entry, seq, drawn)
             return
-        if len(samples) == 1:
-            self._append(entry, seq, samples[0])
-        else:
-            for chosen, sample in zip(self._branches(entry, seq, samples), samples, strict=True):
-                self._append(entry, chosen, sample)
-        if entry.aborted:
-            self._ledger.end_aborted(entry)
+        for chosen, (token, logprobs) in zip(self._branches(entry, seq, len(drawn)), drawn, strict=True):
+            self._append(entry, chosen, token, logprobs)
+        self._ledger.end_aborted(entry)
 
-    def _branches(self, entry: Entry, seq: Sequence, samples: list[Sample]) -> list[Sequence]:
+    def _branches(self, entry: Entry, seq: Sequence, count: int) -> list[Sequence]:
         branches = [seq]
-        for sample in samples[1:]:
-            branch = entry.sequence(sample.choice, ())
+        for choice in range(seq.choice + 1, seq.choice + count):
+            branch = entry.sequence(choice, ())
             branch.num_cached, branch.started = seq.num_cached, True
             self.manager.fork(seq, branch)
             entry.sequences.append(branch)
@@ -335,45 +346,44 @@ class Engine:
         seq.num_branches = 1
         return branches
 
-    def _append(self, entry: Entry, seq: Sequence, sample: Sample) -> None:
-        delta = self._delta(entry, seq, sample)
+    def _append(self, entry: Entry, seq: Sequence, token: int, logprobs: PositionLogprobs | None) -> None:
+        delta = self._delta(entry, seq, token, logprobs)
         self._ledger.say(delta)
         if delta.finish_reason is not None:
             self._ledger.finish(entry, seq, delta.finish_reason)
 
-    def _delta(self, entry: Entry, seq: Sequence, sample: Sample) -> ChoiceDelta:
-        seq.tokens.append(sample.token)
+    def _delta(self, entry: Entry, seq: Sequence, token: int, logprobs: PositionLogprobs | None) -> ChoiceDelta:
+        seq.tokens.append(token)
         self.counts.generated_tokens += 1
-        reason, stop = self.limits.ending(seq)
+        reason, stop = seq.ending
         return ChoiceDelta(
             request_id=seq.request.request_id,
-            choice=sample.choice,
+            choice=seq.choice,
             index=len(seq.tokens) - seq.num_prompt - 1,
-            token_ids=(sample.token,),
-            logprobs=() if sample.logprobs is None else (sample.logprobs,),
+            token_ids=(token,),
+            logprobs=() if logprobs is None else (logprobs,),
             finish_reason=reason,
             stop_token_id=stop,
             attempt=entry.attempt,
         )
 
-    def _hold_for_push(self, entry: Entry, seq: Sequence, samples: list[Sample]) -> None:
+    def _hold_for_push(self, entry: Entry, seq: Sequence, drawn: list[Drawn]) -> None:
         self.scheduler.remove(seq)
         seq.state = State.PUSHING
         rest = delivered(entry.request)
-        for sample in samples:
-            if forced := rest.get(sample.choice, ()):
-                sample = Sample(seq, sample.choice, forced[0])
+        for choice, (token, logprobs) in enumerate(drawn, seq.choice):
+            if forced := rest.get(choice, ()):
                 self._ledger.say(
                     ChoiceDelta(
                         request_id=entry.request.request_id,
-                        choice=sample.choice,
+                        choice=choice,
                         index=0,
                         token_ids=forced[:1],
                         attempt=entry.attempt,
                     )
                 )
-            elif sample.choice in rest:
-                self._ledger.say(self._delta(entry, entry.sequence(sample.choice, ()), sample))
+            elif choice in rest:
+                self._ledger.say(self._delta(entry, entry.sequence(choice, ()), token, logprobs))
 
     def _forget(self) -> None:
         """The runner's rows of who has left. Only between steps: the runner's thread works on its rows during one."""

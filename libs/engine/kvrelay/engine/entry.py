@@ -17,6 +17,7 @@ class Entry:
     deadline: float
     """On the monotonic clock."""
     order: int
+    limits: "Limits"
     generation: int = 0
     """Of its reservation; what names another one is stale. 0: it never was one."""
     reserved: bool = False
@@ -49,6 +50,8 @@ class Entry:
             len(prompt),
             self.order,
             num_branches=num_branches,
+            stop_ids=self.limits.stop_ids(self.request),
+            max_length=self.limits.max_length(self.request),
             deadline=self.deadline,
         )
 
@@ -57,6 +60,7 @@ class Entry:
         self.request, self.attempt = request, attempt
         self.deadline = time.monotonic() + request.timeout_ms / 1000.0
         self.lead.request, self.lead.deadline = request, self.deadline
+        self.lead.stop_ids, self.lead.max_length = self.limits.stop_ids(request), self.limits.max_length(request)
         self.aborted.clear()  # what `resume` does not call finished is waited for
 
     def collect(self, start: int, logprobs: list[PositionLogprobs]) -> None:
@@ -93,25 +97,15 @@ class Limits:
     """Tokens of prompt and output together."""
     eos_token_ids: frozenset[int]
 
-    def ending(self, seq: Sequence) -> tuple[FinishReason | None, int | None]:
-        """Why the choice ends with its last token, and the stop token if it is one."""
-        length = len(seq.tokens)
-        if length == seq.num_prompt:
-            return None, None
-        sampling, token = seq.request.sampling, seq.tokens[-1]
-        if (token in self.eos_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids:
-            return FinishReason.STOP, token
-        most = sampling.max_tokens
-        if length >= self.max_model_len or (most is not None and length >= seq.num_prompt + most):
-            return FinishReason.LENGTH, None
-        return None, None
+    def stop_ids(self, request: EngineRequest) -> frozenset[int]:
+        """The tokens that end a choice."""
+        own = request.sampling.stop_token_ids
+        return frozenset(own) if request.sampling.ignore_eos else self.eos_token_ids.union(own)
 
-    def may_go_on(self, seq: Sequence) -> bool:
-        """Whether the token that is being sampled could be followed by another, which depends on it by its KV alone."""
-        if seq.num_branches > 1 or seq.whole or seq.remembers:
-            return False
-        length, most = len(seq.tokens) + seq.num_unknown, seq.request.sampling.max_tokens
-        return length < self.max_model_len and (most is None or length < seq.num_prompt + most)
+    def max_length(self, request: EngineRequest) -> int:
+        """The tokens, with the prompt's, after which a choice ends."""
+        most = request.sampling.max_tokens
+        return self.max_model_len if most is None else min(self.max_model_len, len(request.prompt_token_ids) + most)
 
     def check(self, request: EngineRequest) -> None:
         """Raises InvalidRequest where the prompt leaves no room for an output token, or resumed tokens overrun."""

@@ -84,7 +84,7 @@ class Ledger:
         if request.request_id in self.entries:
             raise InvalidRequest(f"request {request.request_id} is being served already", "request_id")
         self._limits.check(request)
-        return Entry(request, attempt, time.monotonic() + request.timeout_ms / 1000.0, next(self._orders))
+        return Entry(request, attempt, time.monotonic() + request.timeout_ms / 1000.0, next(self._orders), self._limits)
 
     def enter(self, entry: Entry) -> None:
         self.entries[entry.request.request_id] = entry
@@ -109,7 +109,7 @@ class Ledger:
 
     def end_if_complete(self, entry: Entry, seq: Sequence) -> None:
         """A resumed choice may have nothing left to compute: it ends with a delta of no tokens."""
-        reason, stop = self._limits.ending(seq)
+        reason, stop = seq.ending
         if reason is not None:
             self.say(ended(entry, seq, reason, stop))
             self.finish(entry, seq, reason)

@@ -1,12 +1,13 @@
 """Which blocks a sequence holds: prefix hits, growth, copy-on-write, and what its computed blocks are worth to others."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 
 from kvrelay.common.blocks import NO_PARENT, SPAN, BlockHasher, extra_keys
 from kvrelay.common.ids import BlockId, Fingerprint
+from kvrelay.engine.batch import Scheduled
 from kvrelay.engine.pool import BlockPool, CacheListener, NoListener, StoredRun
 from kvrelay.engine.sequence import Sequence
 
@@ -104,10 +105,12 @@ class KvManager:
         seq.blocks.extend(hits)
         seq.num_computed += len(hits) * self.block_size
 
+    def has_room(self, seq: Sequence, end: int) -> bool:
+        """Whether `grow` has nothing to do. Cheap: it is asked of each sequence in each step."""
+        return end <= len(seq.blocks) * self.block_size and not seq.branched
+
     def grow(self, seq: Sequence, end: int) -> bool:
         """Room to write positions `num_computed` … `end` - 1, none of it shared. False, and no change, where blocks lack."""
-        if end <= len(seq.blocks) * self.block_size and not seq.branched:
-            return True
         shared = self._shared(seq, end)
         missing = self._missing(seq, end)
         if missing + len(shared) > self.pool.num_free:
@@ -117,7 +120,7 @@ class KvManager:
             self.sources.append(seq.blocks[index])
             self._copies.append((seq.blocks[index], copy))
             seq.blocks[index] = copy
-            seq.rewritten = True
+            seq.num_tabled = 0
         seq.blocks.extend(self.pool.allocate(missing))
         return True
 
@@ -149,6 +152,16 @@ class KvManager:
     def commit(self, seq: Sequence, num_computed: int) -> None:
         """The KV of positions below `num_computed` lies in the sequence's blocks: full ones can be found from now on."""
         self._take_over(seq, num_computed, new=True)
+
+    def commit_step(self, parts: Iterable[Scheduled]) -> None:
+        """As `commit`, of all that a step has computed."""
+        for part in parts:
+            seq, end = part.seq, part.start + part.num_tokens
+            if part.num_tokens == 1 and end % self.block_size and end <= len(seq.tokens):
+                seq.num_computed = end  # no block is full that was not
+            else:
+                # A sequence that has ended meanwhile may lack the last token of its part.
+                self.commit(seq, min(end, len(seq.tokens)))
 
     def adopt(self, seq: Sequence, num_computed: int) -> None:
         """As `commit`, of KV that comes out of the KV store."""
@@ -204,7 +217,7 @@ class KvManager:
         if computed > keep:
             self.pool.release(seq.blocks[keep:computed])
             del seq.blocks[keep:computed]
-            seq.rewritten = True
+            seq.num_tabled = 0
             seq.num_computed = keep * self.block_size
 
     def free(self, seq: Sequence) -> None:
@@ -212,4 +225,4 @@ class KvManager:
         self.pool.release(seq.blocks)
         seq.blocks.clear()
         seq.num_computed = 0
-        seq.rewritten = True
+        seq.num_tabled = 0

@@ -7,6 +7,7 @@ that would end the choice are masked until `min_tokens` have come.
 
 import dataclasses
 import math
+import sys
 
 import numpy as np
 import torch
@@ -16,8 +17,13 @@ from kvrelay.engine.sequence import Sequence
 
 def adjusts(seq: Sequence) -> bool:
     """Whether any of this concerns the sequence's next token."""
+    return seq.sampled_at < adjusted_below(seq)
+
+
+def adjusted_below(seq: Sequence) -> int:
+    """The position from which on none of this concerns the sequence's tokens."""
     params = seq.request.sampling
-    return bool(params.logit_bias) or _must_go_on(seq) or seq.remembers
+    return sys.maxsize if params.logit_bias or seq.remembers else seq.num_prompt + params.min_tokens
 
 
 def _must_go_on(seq: Sequence) -> bool:

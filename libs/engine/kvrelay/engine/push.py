@@ -75,7 +75,7 @@ class Pushes:
             if part.start == part.seq.num_cached:
                 for layer in range(self._num_layers):
                     handle.ready(layer, 0, part.start)
-            parts.append((handle, part.start, part.end, part.samples))
+            parts.append((handle, part.start, part.end, part.samples > 0))
         if not parts:
             return no_hook
 

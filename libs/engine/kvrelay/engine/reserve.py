@@ -18,7 +18,7 @@ import msgspec
 from kvrelay.common.errors import NoCapacity, StaleEpoch, TransferFailed
 from kvrelay.common.ids import RequestId
 from kvrelay.common.request import ChoiceDelta, EngineRequest
-from kvrelay.engine.entry import Entry, Limits, delivered
+from kvrelay.engine.entry import Entry, delivered
 from kvrelay.engine.ledger import Ledger
 from kvrelay.engine.manager import KvManager
 from kvrelay.engine.messages import RecomputeStarted, TicketRevoked
@@ -43,11 +43,10 @@ class Reservation:
 class Admission:
     """Grants reservations, and turns each into sequences or takes it back."""
 
-    def __init__(self, ledger: Ledger, manager: KvManager, scheduler: Scheduler, limits: Limits) -> None:
+    def __init__(self, ledger: Ledger, manager: KvManager, scheduler: Scheduler) -> None:
         self._ledger = ledger
         self._manager = manager
         self._scheduler = scheduler
-        self._limits = limits
         self._generations = itertools.count(1)
 
     def reserve(self, request: EngineRequest, attempt: int) -> Reservation:
@@ -136,7 +135,7 @@ class Admission:
             return
         seq.tokens.extend(first.token_ids)
         first = msgspec.structs.replace(first, attempt=entry.attempt)
-        reason, stop = self._limits.ending(seq)
+        reason, stop = seq.ending
         if first.finish_reason is None and reason is not None:  # this side's model length may be the shorter
             first = msgspec.structs.replace(first, finish_reason=reason, stop_token_id=stop)
         self._ledger.say(first)

@@ -5,7 +5,6 @@ is written.
 """
 
 import itertools
-import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -17,15 +16,13 @@ from numpy.typing import NDArray
 from kvrelay.common.errors import Internal
 from kvrelay.common.request import PositionLogprobs
 from kvrelay.engine.attention.base import AttentionBackend, AttentionBatch
-from kvrelay.engine.batch import Batch, Done, LayerHook, Sample, Scheduled, StepResult
+from kvrelay.engine.batch import Batch, Done, LayerHook, Scheduled, StepResult
 from kvrelay.engine.cache import KvCache, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.loader import LoadedModel
-from kvrelay.engine.sampler import BadLogits
+from kvrelay.engine.sampler import Drawn
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.tables import BlockTables
-
-log = logging.getLogger(__name__)
 
 KV_CACHE_BYTES = 512 << 20
 LOGIT_BYTES = 32 << 20
@@ -35,7 +32,7 @@ _STEP = 16
 
 
 class TokenSampler(Protocol):
-    def sample(self, logits: torch.Tensor, rows: list[tuple[Sequence, int]]) -> list[Sample]: ...
+    def sample(self, logits: torch.Tensor, rows: list[tuple[Sequence, int]]) -> Drawn: ...
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: list[int], count: int) -> list[PositionLogprobs]: ...
 
@@ -94,8 +91,8 @@ class ModelRunner:
             on_layer,
         )
         prompts = prompt_logprobs_of(batch.parts, hidden, self._logits, self._sampler, self._vocab_size)
-        samples = self._sample(batch.parts, hidden)
-        return StepResult(samples, prompts, time.perf_counter() - started)
+        tokens, logprobs = self._sample(batch.parts, hidden)
+        return StepResult(tokens, logprobs, prompts, time.perf_counter() - started)
 
     def _prepare(self, parts: list[Scheduled]) -> AttentionBatch:
         """Fills the input buffers."""
@@ -123,11 +120,8 @@ class ModelRunner:
             num_decodes=_num_decodes(counts),
         )
 
-    def _sample(self, parts: list[Scheduled], hidden: torch.Tensor) -> list[Sample]:
-        """One row of logits for each sequence that samples; a prompt that branches gives each branch a copy of it.
-
-        Rows without usable logits have no sample: their requests are the ones to fail, not the step.
-        """
+    def _sample(self, parts: list[Scheduled], hidden: torch.Tensor) -> Drawn:
+        """One row of logits for each sequence that samples; a prompt that branches gives each branch a copy of it."""
         last: list[int] = []
         sources: list[int] = []
         rows: list[tuple[Sequence, int]] = []
@@ -135,20 +129,15 @@ class ModelRunner:
         for part in parts:
             end += part.num_tokens
             if part.samples:
-                branches = part.seq.num_branches if part.seq.num_output == 0 else 1
-                rows += [(part.seq, part.seq.choice + branch) for branch in range(branches)]
-                sources += [len(last)] * branches
+                rows += [(part.seq, part.seq.choice + branch) for branch in range(part.samples)]
+                sources += [len(last)] * part.samples
                 last.append(end - 1)
         if not rows:
-            return []
+            return Drawn([], {})
         logits = self._logits(hidden[last])
         if len(rows) > len(last):
             logits = logits[sources]
-        try:
-            return self._sampler.sample(logits, rows)
-        except BadLogits as error:
-            log.error("%s: %s", error.message, {rows[row][0].request.request_id for row in error.rows})
-            return error.samples
+        return self._sampler.sample(logits, rows)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 [R, V], at one of few sizes of R."""

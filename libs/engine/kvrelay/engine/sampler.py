@@ -4,11 +4,12 @@ In order: bias, penalties and `min_tokens` (see `penalties`), temperature, min-p
 a number that depends on the request's seed, the choice and the position alone (see `rng`).
 """
 
+from typing import NamedTuple
+
 import torch
 
-from kvrelay.common.errors import Internal
 from kvrelay.common.request import PositionLogprobs, SamplingParams
-from kvrelay.engine.batch import Sample
+from kvrelay.engine.batch import NO_TOKEN
 from kvrelay.engine.draw import Truncation, draw
 from kvrelay.engine.logprobs import logprobs_of
 from kvrelay.engine.penalties import Penalties, adjusts
@@ -19,13 +20,11 @@ Row = tuple[Sequence, int]
 """A sequence and the number of the choice that is sampled for."""
 
 
-class BadLogits(Internal):
-    """The model gave NaN or infinity in `rows`. `samples` are those of the other rows, in order."""
+class Drawn(NamedTuple):
+    """`tokens` [R]; of those rows that ask for them, `logprobs` by row."""
 
-    def __init__(self, rows: tuple[int, ...], samples: list[Sample]) -> None:
-        super().__init__("the model's logits are not finite")
-        self.rows = rows
-        self.samples = samples
+    tokens: list[int]
+    logprobs: dict[int, PositionLogprobs]
 
 
 class Sampler:
@@ -37,32 +36,29 @@ class Sampler:
         self._vocab_size = vocab_size
         self._penalties = Penalties(vocab_size, eos_token_ids)
 
-    def sample(self, logits: torch.Tensor, rows: list[Row]) -> list[Sample]:
+    def sample(self, logits: torch.Tensor, rows: list[Row]) -> Drawn:
         """One token for each of `rows` from `logits` [R, V], contiguous float32, which may be overwritten.
 
-        The token stands at position seq.sampled_at. A request without a seed draws as with seed 0.
-        Raises BadLogits, which carries the samples of the rows that are whole.
+        The token stands at position seq.sampled_at. A request without a seed draws as with seed 0. A row whose logits
+        are not finite gets NO_TOKEN.
         """
         if not rows:
-            return []
+            return Drawn([], {})
         wanted = [row for row, (seq, _) in enumerate(rows) if seq.request.sampling.logprobs is not None]
         raw = logits[wanted] if wanted else logits[:0]
         if any(adjusts(seq) for seq, _ in rows):
             self._penalties.apply(logits, rows)
         largest, best = logits.max(dim=1)
-        bad = tuple((~largest.isfinite()).nonzero().squeeze(1).tolist())
+        bad = (~largest.isfinite()).nonzero().squeeze(1).tolist()
         if bad:
-            logits[list(bad)] = 0.0
-            largest[list(bad)] = 0.0
+            logits[bad] = 0.0
+            largest[bad] = 0.0
         tokens = _choose(logits, rows, largest, best)
-        samples = [Sample(seq, choice, token) for (seq, choice), token in zip(rows, tokens, strict=True)]
-        if wanted:
-            counts = [seq.request.sampling.logprobs or 0 for seq, _ in (rows[row] for row in wanted)]
-            for row, found in zip(wanted, logprobs_of(raw, [tokens[row] for row in wanted], counts), strict=True):
-                samples[row].logprobs = found
-        if bad:
-            raise BadLogits(bad, [sample for row, sample in enumerate(samples) if row not in bad])
-        return samples
+        counts = [seq.request.sampling.logprobs or 0 for seq, _ in (rows[row] for row in wanted)]
+        found = logprobs_of(raw, [tokens[row] for row in wanted], counts)
+        for row in bad:
+            tokens[row] = NO_TOKEN
+        return Drawn(tokens, dict(zip(wanted, found, strict=True)))
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: list[int], count: int) -> list[PositionLogprobs]:
         """For each of the `logits` [P, V]: of the prompt token that follows, and of the `count` most likely ones."""

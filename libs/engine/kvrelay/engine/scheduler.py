@@ -12,26 +12,27 @@ from kvrelay.engine.sequence import Sequence, State
 rank = attrgetter("rank")
 
 Divert = Callable[[Sequence, list[int]], bool]
-GoesOn = Callable[[Sequence], bool]
 
 
 class _Step:
     """The step being built: what is left of its token budget, and who is in it. Who is in it is not preempted."""
 
     def __init__(self, num_tokens: int, *, ahead: bool) -> None:
-        self.left = num_tokens
+        self.left = self._budget = num_tokens
         self.ahead = ahead
         self.parts: list[Scheduled] = []
-        self.members: set[Sequence] = set()
         self.preempted = False
 
     def add(self, seq: Sequence, start: int, count: int) -> None:
-        self.parts.append(Scheduled(seq, start, count))
-        self.members.add(seq)
+        samples = seq.num_branches if start + count == len(seq.tokens) + seq.num_unknown else 0
+        self.parts.append(Scheduled(seq, start, count, samples))
         self.left -= count
 
     def batch(self, number: int, copies: list[tuple[int, int]]) -> Batch:
-        return Batch(number, sorted(self.parts, key=_is_long), copies)
+        num_tokens = self._budget - self.left
+        if num_tokens > len(self.parts):
+            self.parts.sort(key=_is_long)
+        return Batch(number, self.parts, copies, num_tokens)
 
 
 def _is_long(part: Scheduled) -> bool:
@@ -47,7 +48,6 @@ class Scheduler:
 
     `reclaim` takes back one reservation that no transfer has filled, if there is one, and says whether it did. `divert` is
     offered each sequence that could start, with its prefix hits: what it takes is `loading` until `loaded`, and then waits again.
-    `goes_on` says of a sequence whose next token is being sampled whether a step may already compute that one.
     """
 
     def __init__(
@@ -58,13 +58,14 @@ class Scheduler:
         max_num_seqs: int,
         watermark: int,
         reclaim: Callable[[], bool],
-        goes_on: GoesOn,
     ) -> None:
         self.waiting: list[Sequence] = []
         self.loading: list[Sequence] = []
         self.running: list[Sequence] = []
         self.dropped: list[Sequence] = []
         """No longer running: the runner may forget them."""
+        self.started: list[Sequence] = []
+        """They run since a moment ago; those that have been part of a step since are taken out by the engine."""
         self.num_preemptions = 0
         self.starved = False
         """The last step lacks what there were no blocks for; with no step in flight, the next can preempt for it."""
@@ -73,7 +74,6 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._watermark = watermark
         self._reclaim = reclaim
-        self._goes_on = goes_on
         self.divert: Divert = _never
 
     def add(self, seq: Sequence) -> None:
@@ -110,24 +110,30 @@ class Scheduler:
         """
         step = _Step(self._budget.num_tokens, ahead=ahead)
         self.starved = False
-        for seq in self._behind_by_one_first():
-            self._continue(step, seq)
+        behind = []
+        for seq in list(self.running):
+            start, length = seq.num_computed + seq.num_ahead, len(seq.tokens) + seq.num_unknown
+            if length - start > 1:
+                behind.append(seq)
+            else:
+                self._continue(step, seq, start, length)
+        for seq in behind:
+            self._continue(step, seq, seq.position, seq.length)
         if not self.starved and not (step.preempted and step.parts):
             self._admit(step)
         return step.batch(number, self._manager.take_copies()) if step.parts else None
 
-    def _behind_by_one_first(self) -> list[Sequence]:
-        behind = [seq for seq in self.running if seq.num_to_compute > 1]
-        return [seq for seq in self.running if seq.num_to_compute <= 1] + behind if behind else list(self.running)
-
-    def _continue(self, step: _Step, seq: Sequence) -> None:
+    def _continue(self, step: _Step, seq: Sequence, start: int, length: int) -> None:
+        """Its next tokens: `start` is its position. Without properties and small calls: the host pays for it by the sequence."""
         if seq.state is not State.RUNNING:
             return  # preempted a moment ago, for one before it
-        if seq.num_unknown and not self._goes_on(seq):
+        # What is being sampled may be followed by what depends on it by its KV alone, unless it is the last.
+        if seq.num_unknown and (length >= seq.max_length or seq.remembers or seq.whole or seq.num_branches > 1):
             return
-        start = seq.position
-        count = min(step.left, len(seq.tokens) + seq.num_unknown - start)
-        if count and (self._manager.grow(seq, start + count) or self._make_room(step, seq, start + count)):
+        count = length - start
+        if count > step.left:
+            count = step.left
+        if count and (self._manager.has_room(seq, start + count) or self._make_room(step, seq, start + count)):
             step.add(seq, start, count)
 
     def _make_room(self, step: _Step, seq: Sequence, end: int) -> bool:
@@ -146,7 +152,8 @@ class Scheduler:
         return True
 
     def _victims(self, step: _Step) -> Iterator[Sequence]:
-        yield from (seq for seq in self.running if not seq.whole and seq not in step.members)
+        members = {part.seq for part in step.parts}
+        yield from (seq for seq in self.running if not seq.whole and seq not in members)
         yield from (seq for seq in self.waiting if seq.blocks)
 
     def _preempt(self, seq: Sequence) -> None:
@@ -185,6 +192,7 @@ class Scheduler:
     def _run(self, seq: Sequence) -> None:
         seq.state = State.RUNNING
         insort(self.running, seq, key=rank)
+        self.started.append(seq)
 
     def _preempt_waiting(self, head: Sequence) -> bool:
         """Nothing runs and the best cannot start: of those that wait with blocks, the worst lets go."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import sys
 import time
 
 from kvrelay.common.ids import BlockId
@@ -40,6 +41,10 @@ class Sequence:
     order: int
     """Of arrival: ties between equal priorities are broken by it."""
     num_branches: int = 1
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end it."""
+    max_length: int = sys.maxsize
+    """In tokens, with the prompt's: that of the token that ends it, whichever it is."""
     state: State = State.WAITING
     num_computed: int = 0
     num_ahead: int = 0
@@ -63,8 +68,8 @@ class Sequence:
     """A token's logits depend on which came before, beyond what the model makes of them: there are penalties."""
     branched: bool = False
     """It may share a block that it writes."""
-    rewritten: bool = False
-    """Blocks that it held have been replaced, since the runner looked."""
+    num_tabled: int = 0
+    """How many of its blocks, from the first on, are those that the runner knows."""
     whole: bool = False
     """Prefill side: takes the blocks of its whole prompt at once and is never preempted, since a push reads them."""
 
@@ -77,6 +82,16 @@ class Sequence:
     def rank(self) -> tuple[int, int, int]:
         """The lowest runs first and is preempted last."""
         return self.request.priority, self.order, self.choice
+
+    @property
+    def ending(self) -> tuple[FinishReason | None, int | None]:
+        """Why it ends with its last token, and the stop token if it is one."""
+        if len(self.tokens) > self.num_prompt:
+            if self.tokens[-1] in self.stop_ids:
+                return FinishReason.STOP, self.tokens[-1]
+            if len(self.tokens) >= self.max_length:
+                return FinishReason.LENGTH, None
+        return None, None
 
     @property
     def num_output(self) -> int:

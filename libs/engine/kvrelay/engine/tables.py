@@ -11,8 +11,6 @@ class BlockTables:
 
     def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
         self.table = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self._known = [0] * max_num_seqs
-        """How many of its blocks each row has."""
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, seq: Sequence) -> int:
@@ -22,19 +20,15 @@ class BlockTables:
         """
         if seq.row < 0:
             if not self._free:
-                raise Internal(f"the batch has more than {len(self._known)} sequences")
+                raise Internal(f"the batch has more than {len(self.table)} sequences")
             seq.row = self._free.pop()
-        known, blocks = self._known[seq.row], seq.blocks
-        if seq.rewritten:
-            seq.rewritten = False
-            known = self._known[seq.row] = 0
+        known, blocks = seq.num_tabled, seq.blocks
         if known < len(blocks):
             self.table[seq.row, known : len(blocks)] = blocks[known:]
-            self._known[seq.row] = len(blocks)
+            seq.num_tabled = len(blocks)
         return known
 
     def forget(self, seq: Sequence) -> None:
         if seq.row >= 0:
-            self._known[seq.row] = 0
             self._free.append(seq.row)
-            seq.row = -1
+            seq.row, seq.num_tabled = -1, 0

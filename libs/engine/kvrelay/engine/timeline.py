@@ -82,7 +82,7 @@ class Timelines:
         """It has been computed."""
         if self._lines:
             for part in batch.parts:
-                self.computed(part.seq.request.request_id, part.num_tokens, last=part.samples)
+                self.computed(part.seq.request.request_id, part.num_tokens, last=part.samples > 0)
 
     def computed(self, request_id: RequestId, num_tokens: int, *, last: bool) -> None:
         """A chunk of the prompt, or in another phase anything."""

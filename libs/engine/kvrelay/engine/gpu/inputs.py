@@ -99,16 +99,14 @@ class HostRows:
         self._floats = np.zeros((3, max_num_seqs + 1), np.float64)
         self._integers = np.zeros((2, max_num_seqs + 1), np.int64)
 
-    def update(self, parts: list[Scheduled]) -> NDArray[np.int64]:
-        """The parts' rows, up to date here."""
-        for part in parts:
-            seq = part.seq
-            known = self.tables.update(seq)
-            if known < len(seq.blocks):
+    def update(self, seqs: list[Sequence]) -> None:
+        """The sequences have rows, up to date here."""
+        for seq in seqs:
+            if seq.num_tabled != len(seq.blocks):
+                known = self.tables.update(seq)
                 self.changes.append((seq.row, known, len(seq.blocks)))
                 if known == 0:
                     self._set_sampling(seq)
-        return np.array([part.seq.row for part in parts], np.int64)
 
     def _set_sampling(self, seq: Sequence) -> None:
         params = seq.request.sampling
@@ -171,8 +169,7 @@ def step_words(parts: list[Scheduled], rows: NDArray[np.int64], host: HostRows) 
     sampled = [
         (end - 1, row, part.seq.choice + branch, part.end, branch)
         for part, row, end in zip(parts, rows.tolist(), ends.tolist(), strict=True)
-        if part.samples
-        for branch in range(branches(part.seq))
+        for branch in range(part.samples)
     ]
     last, sampled_rows, choices, places, branch = np.array(sampled, np.int64).reshape(-1, 5).T
     # Of choices that part here, only the first goes on in the sequence's row.
@@ -189,11 +186,6 @@ def step_words(parts: list[Scheduled], rows: NDArray[np.int64], host: HostRows) 
 def _tokens(part: Scheduled) -> list[int]:
     known = part.seq.tokens[part.start : part.end]
     return known if len(known) == part.num_tokens else [*known, UNKNOWN]
-
-
-def branches(seq: Sequence) -> int:
-    """How many tokens are sampled at once: the choices that part here."""
-    return seq.num_branches if seq.num_output == 0 else 1
 
 
 def prompts_of(parts: list[Scheduled], num_decodes: int) -> tuple[Prompt, ...]:
@@ -222,29 +214,8 @@ def unpack_step(
     )
 
 
-def decode_words(parts: list[Scheduled], rows: NDArray[np.int64], host: HostRows, size: int) -> NDArray[np.int64]:
-    """[11, size]: of a step in which each part is one token and samples, and what pads it. See `unpack_decodes`."""
-    count = len(parts)
-    words = np.zeros((DECODE_WORDS, size), np.int64)
-    padding = words[:, count:]
-    padding[0], padding[1], padding[3] = host.nobody, -1, NOWHERE
-    starts = np.fromiter((part.start for part in parts), np.int64, count)
-    tokens = (
-        tokens[start] if start < len(tokens := part.seq.tokens) else UNKNOWN
-        for part, start in zip(parts, starts.tolist(), strict=True)
-    )
-    choices = np.fromiter((part.seq.choice for part in parts), np.int64, count)
-    blocks = host.tables.table[rows, starts // host.block_size].astype(np.int64)
-    words[0, :count] = rows
-    words[1, :count] = starts
-    words[2, :count] = np.fromiter(tokens, np.int64, count)
-    words[3, :count] = blocks * host.block_size + starts % host.block_size
-    words[4:, :count] = sampling_words(rows, choices, starts + 1, host)
-    return words
-
-
 def unpack_decodes(words: torch.Tensor, rows: DeviceRows) -> DeviceInputs:
-    """What `decode_words` gave, [11, S] on the device. Capturable in a CUDA graph."""
+    """The words of a step of single tokens (see `crew`), [11, S] on the device. Capturable in a CUDA graph."""
     row, positions, tokens, slots = words[:4]
     return DeviceInputs(
         token_ids=torch.where(tokens < 0, rows.tokens[row], tokens),

@@ -9,21 +9,20 @@ waits for the device within `launch`.
 
 import dataclasses
 import itertools
-import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvrelay.common.errors import Internal
-from kvrelay.engine.batch import Batch, Done, LayerHook, Running, Sample, Scheduled, StepResult, no_hook
+from kvrelay.engine.batch import Batch, Done, LayerHook, Running, Scheduled, StepResult, no_hook
 from kvrelay.engine.cache import kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.gpu.attention import DeviceAttention
 from kvrelay.engine.gpu.cache import TWINS, CopyKernels, DeviceKvCache
+from kvrelay.engine.gpu.crew import Crew
 from kvrelay.engine.gpu.graphs import DecodeGraphs
 from kvrelay.engine.gpu.inputs import (
     NOWHERE,
@@ -32,8 +31,6 @@ from kvrelay.engine.gpu.inputs import (
     Draw,
     HostRows,
     Prompt,
-    branches,
-    decode_words,
     prompts_of,
     step_words,
     unpack_decodes,
@@ -43,11 +40,9 @@ from kvrelay.engine.gpu.staging import Staging
 from kvrelay.engine.loader import LoadedModel
 from kvrelay.engine.penalties import adjusts
 from kvrelay.engine.runner import prompt_logprobs_of
-from kvrelay.engine.sampler import BadLogits, Sampler
+from kvrelay.engine.sampler import Drawn, Sampler
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kernels.ops import SampleParams
-
-log = logging.getLogger(__name__)
 
 
 class DeviceSampler(Protocol):
@@ -57,16 +52,15 @@ class DeviceSampler(Protocol):
 
 
 Unpack = Callable[[torch.Tensor, DeviceRows], DeviceInputs]
-"""What `decode_words` gave, on the device, into a step's inputs."""
+"""The words of a step of single tokens (see `crew`), on the device, into a step's inputs."""
 
 
 @dataclasses.dataclass(slots=True)
 class Flight:
     """A step that the device computes."""
 
-    rows: list[tuple[Sequence, int]]
     tokens: torch.Tensor
-    """On the host, when the step is over."""
+    """On the host, when the step is over; -1, which is NO_TOKEN, where a row's logits are not finite."""
     over: torch.cuda.Event | None
     after: Callable[[], float]
     """Called once, when it is over: its seconds."""
@@ -78,13 +72,7 @@ class Flight:
     def result(self) -> StepResult:
         if self.over is not None:
             self.over.synchronize()
-        samples = []
-        for (seq, choice), token in zip(self.rows, self.tokens.tolist(), strict=True):
-            if token < 0:
-                log.error("the model's logits are not finite: %s", seq.request.request_id)
-            else:
-                samples.append(Sample(seq, choice, token))
-        return StepResult(samples, {}, self.after())
+        return StepResult(self.tokens.tolist(), seconds=self.after())
 
 
 class GpuRunner:
@@ -121,6 +109,8 @@ class GpuRunner:
         self._host = HostRows(config.max_num_seqs, max_blocks, config.block_size)
         self._rows = DeviceRows(config.max_num_seqs, max_blocks, device)
         self._staging = Staging(device)
+        self._crew: Crew | None = None
+        """Of the last step of single tokens."""
         self._over = 0.0
         """When the last step was over."""
         self._max_sampled = config.max_num_seqs
@@ -171,6 +161,7 @@ class GpuRunner:
     def forget(self, seq: Sequence) -> None:
         """The sequence left the running ones: its row is another's. It may come back."""
         self._host.tables.forget(seq)
+        self._crew = None
 
     @torch.inference_mode()
     def launch(self, batch: Batch, on_layer: LayerHook) -> Running:
@@ -179,16 +170,10 @@ class GpuRunner:
         if batch.num_tokens > self._max_tokens:
             raise Internal(f"a step of {batch.num_tokens} tokens is over max_num_batched_tokens {self._max_tokens}")
         parts = batch.parts
-        rows = self._host.update(parts)
+        seqs = [part.seq for part in parts]
+        self._host.update(seqs)
         self._send_changes()
         self.kv.copy_blocks(batch.copies)
-        sampled = [
-            (part.seq, part.seq.choice + branch)
-            for part in parts
-            if part.samples
-            for branch in range(branches(part.seq))
-        ]
-        draw = Draw.of(seq.request.sampling for seq, _ in sampled)
 
         def after() -> float:
             for layer in range(self._num_layers):
@@ -197,17 +182,25 @@ class GpuRunner:
             seconds, self._over = now - max(launched, self._over), now
             return seconds
 
+        if batch.num_tokens == len(parts) == [part.samples for part in parts].count(1):
+            crew, starts = self._crew_of(seqs), np.array([part.start for part in parts], np.int64)
+            if not crew.needs_host(starts):
+                tokens = self._graphs.run(crew.words(starts), crew.draw)
+                return Flight(*self._to_host(tokens[: len(parts)]), after)
+        sampled = [(part.seq, part.seq.choice + branch) for part in parts for branch in range(part.samples)]
+        inputs = self._unpack(parts)
         if len(sampled) > self._max_sampled or any(_needs_host(part) for part in parts):
-            inputs = self._unpack(parts, rows)
             return Done(self._sample_on_host(parts, sampled, inputs, self._forward(inputs, None), after))
-        if all(part.num_tokens == 1 and part.samples and branches(part.seq) == 1 for part in parts):
-            size = self._graphs.size_for(len(parts))
-            tokens = self._graphs.run(decode_words(parts, rows, self._host, size), draw)
-        else:
-            tokens = self._sample(self._unpack(parts, rows), draw)
-        return Flight(sampled, *self._to_host(tokens[: len(sampled)]), after)
+        tokens = self._sample(inputs, Draw.of(seq.request.sampling for seq, _ in sampled))
+        return Flight(*self._to_host(tokens[: len(sampled)]), after)
 
-    def _unpack(self, parts: list[Scheduled], rows: NDArray[np.int64]) -> DeviceInputs:
+    def _crew_of(self, seqs: list[Sequence]) -> Crew:
+        if self._crew is None or self._crew.seqs != seqs:
+            self._crew = Crew(seqs, self._host, self._graphs.size_for(len(seqs)))
+        return self._crew
+
+    def _unpack(self, parts: list[Scheduled]) -> DeviceInputs:
+        rows = np.array([part.seq.row for part in parts], np.int64)
         num_decodes = next((i for i, part in enumerate(parts) if part.num_tokens > 1), len(parts))
         words = self._staging.send(step_words(parts, rows, self._host))
         return unpack_step(words, self._rows, num_decodes, prompts_of(parts, num_decodes))
@@ -219,7 +212,7 @@ class GpuRunner:
             self._rows.tables.view(-1).index_copy_(0, at, values.to(torch.int32))
 
     def _decode(self, words: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """A step of single tokens, out of `decode_words` on the device."""
+        """A step of single tokens, out of its words on the device."""
         return self._sample(self._unpack_decodes(words, self._rows), draw)
 
     def _forward(self, inputs: DeviceInputs, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -255,23 +248,18 @@ class GpuRunner:
     ) -> StepResult:
         """By what serves a CPU as well, on tensors of the device."""
         prompts = prompt_logprobs_of(parts, hidden, self._model.logits, self._host_sampler, self._vocab_size)
-        samples: list[Sample] = []
+        drawn = Drawn([], {})
         assert inputs.last is not None, "not of a graph"
         if sampled:
             logits = self._model.logits(hidden[inputs.last])
-            try:
-                samples = self._host_sampler.sample(logits, sampled)
-            except BadLogits as error:
-                log.error("%s: %s", error.message, {sampled[row][0].request.request_id for row in error.rows})
-                samples = error.samples
-            drawn = {(sample.seq, sample.choice): sample.token for sample in samples}
-            tokens = torch.tensor([drawn.get(row, 0) for row in sampled], device=self.device)
-            self._rows.tokens.index_copy_(0, inputs.feed_rows, tokens)
-        return StepResult(samples, prompts, after())
+            drawn = self._host_sampler.sample(logits, sampled)
+            tokens = torch.tensor(drawn.tokens, device=self.device)
+            self._rows.tokens.index_copy_(0, inputs.feed_rows, tokens.clamp(min=0))
+        return StepResult(*drawn, prompts, after())
 
 
 def _needs_host(part: Scheduled) -> bool:
     params = part.seq.request.sampling
     if params.prompt_logprobs is not None and part.start < part.seq.num_prompt - 1:
         return True
-    return part.samples and (params.logprobs is not None or adjusts(part.seq))
+    return part.samples > 0 and (params.logprobs is not None or adjusts(part.seq))
