@@ -347,25 +347,26 @@ class Engine:
         return branches
 
     def _append(self, entry: Entry, seq: Sequence, token: int, logprobs: PositionLogprobs | None) -> None:
-        delta = self._delta(entry, seq, token, logprobs)
-        self._ledger.say(delta)
-        if delta.finish_reason is not None:
-            self._ledger.finish(entry, seq, delta.finish_reason)
-
-    def _delta(self, entry: Entry, seq: Sequence, token: int, logprobs: PositionLogprobs | None) -> ChoiceDelta:
-        seq.tokens.append(token)
+        """The next token of a choice. With its last one it is over, unless a push has it."""
+        tokens, reason, stop = seq.tokens, None, None
+        tokens.append(token)
+        if token in seq.stop_ids or len(tokens) >= seq.max_length:
+            reason, stop = seq.ending
         self.counts.generated_tokens += 1
-        reason, stop = seq.ending
-        return ChoiceDelta(
-            request_id=seq.request.request_id,
-            choice=seq.choice,
-            index=len(seq.tokens) - seq.num_prompt - 1,
-            token_ids=(token,),
-            logprobs=() if logprobs is None else (logprobs,),
-            finish_reason=reason,
-            stop_token_id=stop,
-            attempt=entry.attempt,
+        self._ledger.deltas.append(
+            ChoiceDelta(
+                request_id=entry.request.request_id,
+                choice=seq.choice,
+                index=len(tokens) - seq.num_prompt - 1,
+                token_ids=(token,),
+                logprobs=() if logprobs is None else (logprobs,),
+                finish_reason=reason,
+                stop_token_id=stop,
+                attempt=entry.attempt,
+            )
         )
+        if reason is not None and not entry.pushing:
+            self._ledger.finish(entry, seq, reason)
 
     def _hold_for_push(self, entry: Entry, seq: Sequence, drawn: list[Drawn]) -> None:
         self.scheduler.remove(seq)
@@ -373,17 +374,12 @@ class Engine:
         rest = delivered(entry.request)
         for choice, (token, logprobs) in enumerate(drawn, seq.choice):
             if forced := rest.get(choice, ()):
-                self._ledger.say(
-                    ChoiceDelta(
-                        request_id=entry.request.request_id,
-                        choice=choice,
-                        index=0,
-                        token_ids=forced[:1],
-                        attempt=entry.attempt,
-                    )
+                request_id, attempt = entry.request.request_id, entry.attempt
+                self._ledger.deltas.append(
+                    ChoiceDelta(request_id=request_id, choice=choice, index=0, token_ids=forced[:1], attempt=attempt)
                 )
             elif choice in rest:
-                self._ledger.say(self._delta(entry, entry.sequence(choice, ()), token, logprobs))
+                self._append(entry, entry.sequence(choice, ()), token, logprobs)
 
     def _forget(self) -> None:
         """The runner's rows of who has left. Only between steps: the runner's thread works on its rows during one."""

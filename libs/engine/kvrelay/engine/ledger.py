@@ -74,7 +74,8 @@ class Ledger:
         self._orders = itertools.count()
         self._attempts: OrderedDict[RequestId, int] = OrderedDict()
         """Of reservations that are over: the lowest attempt that may still come."""
-        self._deltas: list[ChoiceDelta] = []
+        self.deltas: list[ChoiceDelta] = []
+        """Said since the last `drain`."""
         self._notices: list[Notice] = []
 
     # Begin.
@@ -111,20 +112,17 @@ class Ledger:
         """A resumed choice may have nothing left to compute: it ends with a delta of no tokens."""
         reason, stop = seq.ending
         if reason is not None:
-            self.say(ended(entry, seq, reason, stop))
+            self.deltas.append(ended(entry, seq, reason, stop))
             self.finish(entry, seq, reason)
 
     # Say.
-
-    def say(self, delta: ChoiceDelta) -> None:
-        self._deltas.append(delta)
 
     def note(self, entry: Entry, kind: News) -> None:
         self._notices.append(Notice(request_id=entry.request.request_id, attempt=entry.attempt, kind=kind))
 
     def drain(self) -> StepUpdate:
-        update = StepUpdate(self._deltas, self._notices)
-        self._deltas, self._notices = [], []
+        update = StepUpdate(self.deltas, self._notices)
+        self.deltas, self._notices = [], []
         return update
 
     # End.

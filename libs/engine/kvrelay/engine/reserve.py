@@ -138,7 +138,7 @@ class Admission:
         reason, stop = seq.ending
         if first.finish_reason is None and reason is not None:  # this side's model length may be the shorter
             first = msgspec.structs.replace(first, finish_reason=reason, stop_token_id=stop)
-        self._ledger.say(first)
+        self._ledger.deltas.append(first)
         if first.finish_reason is not None:
             self._ledger.finish(entry, seq, first.finish_reason)
 
