@@ -302,17 +302,18 @@ class Engine:
 
     def _advance(self, batch: Batch, result: StepResult) -> None:
         """Gives each sequence the token that was drawn for it, or its choices theirs, where they part."""
-        entries, tokens, first = self._ledger.entries, result.tokens, 0
+        entries, tokens, logprobs, first = self._ledger.entries, result.tokens, result.logprobs, 0
+        running = State.RUNNING  # slow to look up
         for part in batch.parts:
             seq = part.seq
             # One that does not run any more has ended meanwhile, or another choice of the request has failed it a moment ago.
-            if part.samples and seq.state is State.RUNNING:
+            if part.samples and seq.state is running:
                 entry = entries[seq.request.request_id]
                 if part.samples == 1 and entry.prompt_computed and tokens[first] != NO_TOKEN:
-                    self._append(entry, seq, tokens[first], result.logprobs.get(first))
+                    self._append(entry, seq, tokens[first], logprobs.get(first))
                 else:
                     drawn = range(first, first + part.samples)
-                    self._advance_first(entry, seq, [(tokens[i], result.logprobs.get(i)) for i in drawn])
+                    self._advance_first(entry, seq, [(tokens[i], logprobs.get(i)) for i in drawn])
             first += part.samples
 
     def _advance_first(self, entry: Entry, seq: Sequence, drawn: list[Drawn]) -> None:

@@ -70,6 +70,7 @@ class Scheduler:
         self.starved = False
         """The last step lacks what there were no blocks for; with no step in flight, the next can preempt for it."""
         self._manager = manager
+        self._block_size = manager.block_size
         self._budget = budget
         self._max_num_seqs = max_num_seqs
         self._watermark = watermark
@@ -125,16 +126,16 @@ class Scheduler:
 
     def _continue(self, step: _Step, seq: Sequence, start: int, length: int) -> None:
         """Its next tokens: `start` is its position. Without properties and small calls: the host pays for it by the sequence."""
-        if seq.state is not State.RUNNING:
-            return  # preempted a moment ago, for one before it
+        if step.preempted and seq.state is not State.RUNNING:
+            return  # a moment ago, for one before it
         # What is being sampled may be followed by what depends on it by its KV alone, unless it is the last.
         if seq.num_unknown and (length >= seq.max_length or seq.remembers or seq.whole or seq.num_branches > 1):
             return
-        count = length - start
-        if count > step.left:
-            count = step.left
-        if count and (self._manager.has_room(seq, start + count) or self._make_room(step, seq, start + count)):
-            step.add(seq, start, count)
+        end = length if length - start <= step.left else start + step.left
+        has_room = end <= len(seq.blocks) * self._block_size and not seq.branched
+        if start < end and (has_room or self._make_room(step, seq, end)):
+            step.parts.append(Scheduled(seq, start, end - start, seq.num_branches if end == length else 0))
+            step.left -= end - start
 
     def _make_room(self, step: _Step, seq: Sequence, end: int) -> bool:
         """Blocks for a running sequence: free ones, else of reservations, else of the worst that is not in the step yet."""
