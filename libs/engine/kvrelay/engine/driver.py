@@ -181,7 +181,8 @@ class Driver:
         self._channel.send(m.StepOutput(deltas=deltas, notices=tuple(notices), cache=cache, stats=stats))
         while cache := self._changes.take():
             self._channel.send(m.StepOutput(cache=cache, stats=stats))
-        for request_id in {*(d.request_id for d in update.deltas), *(n.request_id for n in notices)}:
+        ended = {delta.request_id for delta in update.deltas if delta.finish_reason is not None}
+        for request_id in ended.union(notice.request_id for notice in notices):
             self._forget_router(request_id)
 
     def _forget_router(self, request_id: RequestId) -> None:

@@ -39,7 +39,7 @@ class Entry:
     @property
     def is_reservation(self) -> bool:
         """Granted, and neither filled nor recomputed."""
-        return bool(self.sequences) and self.lead.state is State.RESERVED
+        return self.reserved and bool(self.sequences) and self.sequences[0].state is State.RESERVED
 
     def sequence(self, choice: int, output: tuple[int, ...], num_branches: int = 1) -> Sequence:
         prompt = self.request.prompt_token_ids

@@ -105,10 +105,6 @@ class KvManager:
         seq.blocks.extend(hits)
         seq.num_computed += len(hits) * self.block_size
 
-    def has_room(self, seq: Sequence, end: int) -> bool:
-        """Whether `grow` has nothing to do. Cheap: it is asked of each sequence in each step."""
-        return end <= len(seq.blocks) * self.block_size and not seq.branched
-
     def grow(self, seq: Sequence, end: int) -> bool:
         """Room to write positions `num_computed` … `end` - 1, none of it shared. False, and no change, where blocks lack."""
         shared = self._shared(seq, end)
@@ -121,6 +117,8 @@ class KvManager:
             self._copies.append((seq.blocks[index], copy))
             seq.blocks[index] = copy
             seq.num_tabled = 0
+        if self.blocks_for(end) >= len(seq.blocks):
+            seq.branched = False  # what it may write from here on is its own
         seq.blocks.extend(self.pool.allocate(missing))
         return True
 

@@ -68,7 +68,8 @@ class BlockPool:
         """`count` blocks with one reference each, the caller's. Raises NoCapacity, and takes none, where fewer are free."""
         if count > self.num_free:
             raise NoCapacity(f"{count} blocks are needed, {self.num_free} are free")
-        self._evict(count - len(self.blank))
+        if count > len(self.blank):
+            self._evict(count - len(self.blank))
         blocks = [self.blank.popleft() for _ in range(count)]
         for block in blocks:
             self.refs[block] = 1
@@ -76,8 +77,6 @@ class BlockPool:
 
     def _evict(self, count: int) -> None:
         evicted = [self.idle.popitem(last=False)[0] for _ in range(count)]
-        if not evicted:
-            return
         ids = []
         for block in evicted:
             key = self.keys[block]

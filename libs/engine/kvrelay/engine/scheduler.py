@@ -237,4 +237,5 @@ class Scheduler:
         return self.seats > 0 and self._manager.cost(seq, len(seq.tokens), self._hits(seq)) <= self.spare_blocks
 
     def _owed(self, sequences: list[Sequence]) -> int:
-        return sum(self._manager.cost(seq, seq.length, ()) for seq in sequences)
+        wanting = [seq for seq in sequences if seq.branched or seq.length > len(seq.blocks) * self._block_size]
+        return sum(self._manager.cost(seq, seq.length, ()) for seq in wanting)

@@ -114,4 +114,4 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        return self.length - self.position
+        return len(self.tokens) + self.num_unknown - self.num_computed - self.num_ahead

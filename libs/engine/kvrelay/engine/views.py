@@ -71,7 +71,7 @@ class Views:
     def stats(self, transfer: TransferCounters, store: KvStoreCounters) -> EngineStats:
         scheduler, pool = self._scheduler, self._manager.pool
         waiting_tokens = sum(seq.num_to_compute for seq in (*scheduler.waiting, *scheduler.loading))
-        waiting_tokens += sum(seq.num_to_compute for seq in scheduler.running if seq.num_to_compute > 1)
+        waiting_tokens += sum(count for seq in scheduler.running if (count := seq.num_to_compute) > 1)
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(scheduler.loading),
