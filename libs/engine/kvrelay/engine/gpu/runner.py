@@ -24,7 +24,7 @@ from kvrelay.engine.cache import kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.gpu.attention import DeviceAttention
 from kvrelay.engine.gpu.cache import TWINS, CopyKernels, DeviceKvCache
-from kvrelay.engine.gpu.graphs import DecodeGraphs
+from kvrelay.engine.gpu.graphs import Capture, DecodeGraphs, StepGraphs
 from kvrelay.engine.gpu.inputs import (
     NOWHERE,
     DeviceInputs,
@@ -39,6 +39,7 @@ from kvrelay.engine.gpu.inputs import (
     unpack_decodes,
     unpack_step,
 )
+from kvrelay.engine.gpu.padded import MAX_TOKENS, Size, padded_words, sizes_up_to
 from kvrelay.engine.gpu.staging import Staging
 from kvrelay.engine.loader import LoadedModel
 from kvrelay.engine.penalties import adjusts
@@ -51,13 +52,27 @@ log = logging.getLogger(__name__)
 
 
 class DeviceSampler(Protocol):
-    def __call__(self, logits: torch.Tensor, inputs: DeviceInputs, draw: Draw) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, params: SampleParams, draw: Draw) -> torch.Tensor:
         """[R, V] → int64 [R], -1 where a row's logits are not finite."""
         ...
 
 
 Unpack = Callable[[torch.Tensor, DeviceRows], DeviceInputs]
 """What `decode_words` gave, on the device, into a step's inputs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step has come to, of the R rows that are sampled."""
+
+    hidden: torch.Tensor
+    """[R, H]"""
+    feed_rows: torch.Tensor
+    params: SampleParams
+
+    def first(self, count: int) -> "Sampled":
+        """`count` rows, where there are more."""
+        return Sampled(self.hidden[:count], self.feed_rows[:count], self.params.first(count))
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,8 +117,9 @@ class GpuRunner:
         kv_cache_bytes: int,
         unpack: Unpack = unpack_decodes,
         copy_kernels: CopyKernels = TWINS,
+        max_padded_tokens: int = MAX_TOKENS,
     ) -> None:
-        """Makes the KV cache. Raises Unsupported where there is no memory for it."""
+        """Makes the KV cache. Raises Unsupported where there is no memory for it. Steps of up to `max_padded_tokens` are graphs."""
         device = torch.device(config.device)
         self.device = device
         kv_dtype = kv_dtype_of(config.kv_dtype, loaded.dtype)
@@ -124,10 +140,21 @@ class GpuRunner:
         self._over = 0.0
         """When the last step was over."""
         self._max_sampled = config.max_num_seqs
-        self._graphs = DecodeGraphs(config.max_num_seqs, self._decode, self._staging, device)
+        self._decodes = DecodeGraphs(config.max_num_seqs, self._decode, self._staging, device)
+        sizes = sizes_up_to(min(max_padded_tokens, self._max_tokens), config.max_num_seqs)
+        self._steps = StepGraphs(sizes, self._padded, self._staging, device)
 
+    @torch.inference_mode()
     def capture(self) -> None:
-        self._graphs.capture()
+        """All graphs, after `rehearse`. A CPU has none, and computes what they would."""
+        if self.device.type != "cuda":
+            return
+        begun = time.perf_counter()
+        capture = Capture()
+        self._steps.capture(capture)
+        self._decodes.capture(capture)
+        torch.cuda.synchronize(self.device)
+        log.info("%d CUDA graphs after %.1f s", capture.count, time.perf_counter() - begun)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -200,15 +227,20 @@ class GpuRunner:
         if len(sampled) > self._max_sampled or any(_needs_host(part) for part in parts):
             inputs = self._unpack(parts, rows)
             return Done(self._sample_on_host(parts, sampled, inputs, self._forward(inputs, None), after))
+        nd = _num_decodes(parts)
         if all(part.num_tokens == 1 and part.samples and branches(part.seq) == 1 for part in parts):
-            size = self._graphs.size_for(len(parts))
-            tokens = self._graphs.run(decode_words(parts, rows, self._host, size), draw)
+            size = self._decodes.size_for(len(parts))
+            tokens = self._decodes.run(decode_words(parts, rows, self._host, size), draw)
+        elif padded := self._steps.fitting(batch.num_tokens, nd, len(parts) - nd, len(sampled)):
+            found = self._steps.run(padded_words(parts, nd, rows, self._host, padded), padded)
+            # Of few sizes, since kernels differ by them.
+            tokens = self._choose(found.first(self._decodes.size_for(len(sampled)) if sampled else 0), draw)
         else:
             tokens = self._sample(self._unpack(parts, rows), draw)
         return Flight(sampled, *self._to_host(tokens[: len(sampled)]), after)
 
     def _unpack(self, parts: list[Scheduled], rows: NDArray[np.int64]) -> DeviceInputs:
-        num_decodes = next((i for i, part in enumerate(parts) if part.num_tokens > 1), len(parts))
+        num_decodes = _num_decodes(parts)
         words = self._staging.send(step_words(parts, rows, self._host))
         return unpack_step(words, self._rows, num_decodes, prompts_of(parts, num_decodes))
 
@@ -222,18 +254,25 @@ class GpuRunner:
         """A step of single tokens, out of `decode_words` on the device."""
         return self._sample(self._unpack_decodes(words, self._rows), draw)
 
+    def _padded(self, words: list[torch.Tensor], size: Size) -> Sampled:
+        """A step of any parts, out of `padded_words` on the device: all but the choice of tokens."""
+        inputs = unpack_step(words, self._rows, size.decodes, None)
+        return Sampled(self._forward(inputs, inputs.last), inputs.feed_rows, inputs.sampling)
+
     def _forward(self, inputs: DeviceInputs, wanted: torch.Tensor | None) -> torch.Tensor:
         return self._model.forward(
             inputs.token_ids, inputs.positions, self.kv, self._attention.prepare(inputs), no_hook, wanted
         )
 
     def _sample(self, inputs: DeviceInputs, draw: Draw) -> torch.Tensor:
+        return self._choose(Sampled(self._forward(inputs, inputs.last), inputs.feed_rows, inputs.sampling), draw)
+
+    def _choose(self, sampled: Sampled, draw: Draw) -> torch.Tensor:
         """Tokens [R], in the sequences' rows too."""
-        hidden = self._forward(inputs, inputs.last)
-        if not len(hidden):
-            return inputs.feed_rows
-        tokens = self._sampler(self._model.logits(hidden), inputs, draw)
-        self._rows.tokens.index_copy_(0, inputs.feed_rows, tokens.clamp(min=0))
+        if not len(sampled.hidden):
+            return sampled.feed_rows
+        tokens = self._sampler(self._model.logits(sampled.hidden), sampled.params, draw)
+        self._rows.tokens.index_copy_(0, sampled.feed_rows, tokens.clamp(min=0))
         return tokens
 
     def _to_host(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -268,6 +307,11 @@ class GpuRunner:
             tokens = torch.tensor([drawn.get(row, 0) for row in sampled], device=self.device)
             self._rows.tokens.index_copy_(0, inputs.feed_rows, tokens)
         return StepResult(samples, prompts, after())
+
+
+def _num_decodes(parts: list[Scheduled]) -> int:
+    """How many parts of one token come first."""
+    return next((i for i, part in enumerate(parts) if part.num_tokens > 1), len(parts))
 
 
 def _needs_host(part: Scheduled) -> bool:
