@@ -16,8 +16,9 @@ from kvrelay.engine.batch import Scheduled
 from kvrelay.engine.gpu.inputs import NOWHERE, HostRows, step_words
 
 MAX_TOKENS = 512
-"""The kernels of a step of more outlast their launch."""
+"""Of a model of some billions of weights, the kernels of many more outlast their launch."""
 MAX_PROMPTS = 16
+"""More cost little in attention, but each is a row of the last layer."""
 _TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 
 
