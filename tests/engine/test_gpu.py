@@ -16,6 +16,7 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.core import Engine
 from kvrelay.engine.gpu.graphs import sizes_up_to
 from kvrelay.engine.gpu.inputs import DECODE_WORDS, DeviceInputs, DeviceRows, unpack_decodes
+from kvrelay.engine.gpu.padded import MAX_TOKENS
 from kvrelay.engine.gpu.runner import GpuRunner
 from kvrelay.engine.gpu.sampler import TritonSampler
 from kvrelay.engine.gpu.unpack import TritonUnpack
@@ -77,7 +78,9 @@ def config_of(folder: Path, device: str, **options: Any) -> EngineConfig:
     return EngineConfig(**(defaults | options))
 
 
-def on_gpu(folder: Path, whole_from: int | None = None, **options: Any) -> tuple[GpuRunner, LoadedModel, EngineConfig]:
+def on_gpu(
+    folder: Path, whole_from: int | None = None, max_padded_tokens: int = MAX_TOKENS, **options: Any
+) -> tuple[GpuRunner, LoadedModel, EngineConfig]:
     """With the interpreter, what a GPU does happens on the CPU. Prompts of `whole_from` tokens and more by torch's kernels."""
     from kvrelay.engine.attention.triton import TritonAttention, TritonPages
 
@@ -97,7 +100,16 @@ def on_gpu(folder: Path, whole_from: int | None = None, **options: Any) -> tuple
     host_sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids)
     assert config.kv_cache_bytes is not None
     unpack = TritonUnpack(config.block_size)
-    runner = GpuRunner(loaded, config, attention, sampler, host_sampler, config.kv_cache_bytes, unpack)
+    runner = GpuRunner(
+        loaded,
+        config,
+        attention,
+        sampler,
+        host_sampler,
+        config.kv_cache_bytes,
+        unpack,
+        max_padded_tokens=max_padded_tokens,
+    )
     runner.rehearse()
     runner.capture()
     return runner, loaded, config
@@ -212,7 +224,7 @@ def test_says_what_the_cpu_says(folder: Path, mix: str, request: pytest.FixtureR
 def test_whole_prompts_apart(folder: Path) -> None:
     """Short and long ones, chunks and single tokens share steps."""
     requests = requests_of(*[{"temperature": 0.0, "max_tokens": 2}] * 4, lengths=(17, 1, 40, 16))
-    gpu, cpu = Bench(on_gpu(folder, whole_from=16)), Bench(on_cpu(folder))
+    gpu, cpu = Bench(on_gpu(folder, whole_from=16, max_padded_tokens=0)), Bench(on_cpu(folder))
     gpu.run(requests)
     cpu.run(requests)
     assert gpu.tokens() == cpu.tokens()

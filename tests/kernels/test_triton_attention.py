@@ -184,6 +184,23 @@ def test_prefill(
     assert not out[tokens - padding :].any()
 
 
+@pytest.mark.parametrize("first", [1, 37, 64])
+@pytest.mark.parametrize("parts", [[(20, 33), (0, 0), (3, 70)], [(0, 0)] * 200, [(1, 1)] * 20])
+def test_what_comes_before_the_first_part_stays(parts: list[tuple[int, int]], first: int) -> None:
+    """As in a padded step, where single tokens come first, and any number of parts has no tokens."""
+    torch.manual_seed(first)
+    cache = Paged([context for _, context in parts], 2, 64, 16, torch.float32)
+    ends = itertools.accumulate((part for part, _ in parts), initial=first)
+    starts = torch.tensor(list(ends), dtype=torch.int32, device=DEVICE)
+    q = torch.randn(int(starts[-1]) + 40, 8, 64, device=DEVICE)
+    out = torch.full(q.shape, 7.0, device=DEVICE)
+    arguments = q, cache.keys, cache.values, cache.tables, starts, cache.lens, 16, out
+    prefill_attention.paged_prefill(*arguments, config=PREFILL)
+    expected = paged_prefill(q.double(), *cache.blocks(), cache.tables, starts, cache.lens)
+    assert out[:first].eq(7.0).all()
+    torch.testing.assert_close(out[first:].double(), expected[first:], rtol=2**-16, atol=2**-16)
+
+
 def test_a_part_without_context_reads_no_cache() -> None:
     """As rows of a graph have that stand for no sequence: their blocks may be any number."""
     torch.manual_seed(0)

@@ -39,6 +39,10 @@ class SampleParams:
     position: torch.Tensor
     """int64"""
 
+    def first(self, count: int) -> "SampleParams":
+        """Of so many rows."""
+        return SampleParams(*(getattr(self, field.name)[:count] for field in dataclasses.fields(self)))
+
 
 class Ops(Protocol):
     """On tensors of one dtype, contiguous unless said otherwise; arithmetic is float32's."""

@@ -16,7 +16,7 @@ from kvrelay.kernels.triton.softmax import LOWEST, absorb, raw_scores, slots_of
 
 @triton.jit
 def _find(query_starts, tile, num_seqs, TOKENS: tl.constexpr):
-    """The sequence whose tile this is; `num_seqs` for the padding behind the last.
+    """The sequence whose tile this is; -1 for what comes before the first, `num_seqs` for the padding behind the last.
 
     Sequence s is given the tiles from query_starts[s] // TOKENS + s on, which are enough whatever comes before it. Counting
     waits for one load where a search waits for several.
@@ -41,6 +41,8 @@ def _prefill(
     # The last tiles of a part see the most keys; they go first, so that the end is made of short ones.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     seq = _find(query_starts, tile, num_seqs, TOKENS)
+    if seq < 0:
+        return
     begin = tl.load(query_starts + seq)
     end = tl.load(query_starts + seq + 1, mask=seq < num_seqs, other=num_tokens)
     first = begin + (tile - begin // TOKENS - seq) * TOKENS
@@ -128,7 +130,7 @@ def paged_prefill(
     """Parts of S sequences, packed: `q` [T, Hq, D], of which a token's heads are contiguous, a part's tokens from
     `query_starts` int32 [S + 1] on, each the last ones of the `context_lens` int32 [S] tokens whose KV is in the cached `keys`
     and `values` [slots, Hkv, D], by `block_tables` int32 [S, …]. Causal. Into `out` [T, Hq, D]: zeros for tokens behind the
-    last part, and where a part has no context.
+    last part, and where a part has no context; nothing for tokens before the first part.
 
     `window`: the last tokens that are attended to, the query's own with them; `scale` of scores, D^-½ if not given. Capturable
     in a CUDA graph: what is launched depends on T and S alone. Raises ValueError for shapes that there is no kernel for.

@@ -102,6 +102,8 @@ class Prefill:
         self._from_tokens = from_tokens if whole is not None else math.inf
 
     def plan(self, inputs: DeviceInputs) -> list[Part]:
+        """Of a step that is not padded."""
+        assert inputs.prompts is not None
         return [
             self._whole(inputs, run) if run.whole and self._whole is not None else self._pages(inputs, run)
             for run in divide(inputs.prompts, self._from_tokens)

@@ -33,12 +33,40 @@ class TritonPages(Pages):
         )
 
 
+class PaddedPages:
+    """All prompts of a padded step by Triton's kernel: what is launched does not depend on where they are."""
+
+    at_hand = False
+
+    def __init__(self, block_size: int, inputs: DeviceInputs) -> None:
+        first, self.rows = inputs.num_decodes, len(inputs.token_ids)
+        self.tokens = slice(0, self.rows)
+        self._block_size = block_size
+        self._tables = inputs.block_tables[first:]
+        self._starts = inputs.query_starts[first:]
+        self._lens = inputs.context_lens[first:]
+
+    def attend(self, given: Operands, out: torch.Tensor) -> torch.Tensor:
+        """Leaves what comes before the first prompt as it is, and zeros what comes behind the last."""
+        return paged_prefill(
+            given.q[self.tokens],
+            given.keys,
+            given.values,
+            self._tables,
+            self._starts,
+            self._lens,
+            self._block_size,
+            out,
+        )
+
+
 class TritonAttention:
     def __init__(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, prefill: Prefill) -> None:
         """Where `prefill` takes keys and values that are at hand, KV must be of the model's dtype: what is attended to is what
         is stored. Raises ValueError for heads that there is no kernel for."""
         self.name = prefill.name
         self.prefill = prefill
+        self._block_size = config.block_size
         self._decode = PagedDecode(
             config.max_num_seqs,
             model.num_heads,
@@ -53,6 +81,8 @@ class TritonAttention:
         nd = inputs.num_decodes
         if nd:
             self._decode.plan(inputs.context_lens[:nd])
+        if inputs.prompts is None:
+            return TritonStep(inputs, self._decode, [PaddedPages(self._block_size, inputs)])
         return TritonStep(inputs, self._decode, self.prefill.plan(inputs))
 
 

@@ -10,5 +10,5 @@ class DeviceAttention(Protocol):
     name: str
 
     def prepare(self, inputs: DeviceInputs) -> AttentionMetadata:
-        """Once a step. Capturable in a CUDA graph, for a step of single tokens."""
+        """Once a step. Capturable in a CUDA graph, for a step of single tokens and for a padded one."""
         ...

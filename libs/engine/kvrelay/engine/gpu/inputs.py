@@ -81,8 +81,9 @@ class DeviceInputs:
     sampling: SampleParams
     num_decodes: int
     """The first parts have one token each."""
-    prompts: tuple[Prompt, ...] = ()
-    """On the host: the other parts, in order."""
+    prompts: tuple[Prompt, ...] | None = ()
+    """On the host: the other parts, in order. None in a padded step (see `padded`): they are where `query_starts` has them, from
+    entry `num_decodes` on."""
 
 
 class HostRows:
@@ -196,8 +197,9 @@ def prompts_of(parts: list[Scheduled], num_decodes: int) -> tuple[Prompt, ...]:
 
 
 def unpack_step(
-    words: list[torch.Tensor], rows: DeviceRows, num_decodes: int, prompts: tuple[Prompt, ...]
+    words: list[torch.Tensor], rows: DeviceRows, num_decodes: int, prompts: tuple[Prompt, ...] | None
 ) -> DeviceInputs:
+    """What `step_words` or `padded_words` gave, on the device. Capturable in a CUDA graph."""
     (tokens, token_rows, positions, slots), query_starts, (lens, seq_rows), (last, feed_rows), sampling = words
     return DeviceInputs(
         token_ids=torch.where(tokens < 0, rows.tokens[token_rows], tokens),

@@ -9,12 +9,14 @@ waits for the device within `launch`.
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvrelay.common.errors import Internal
 from kvrelay.engine.batch import Batch, Done, LayerHook, Running, Scheduled, StepResult, no_hook
@@ -23,7 +25,7 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.gpu.attention import DeviceAttention
 from kvrelay.engine.gpu.cache import TWINS, CopyKernels, DeviceKvCache
 from kvrelay.engine.gpu.crew import Crew
-from kvrelay.engine.gpu.graphs import DecodeGraphs
+from kvrelay.engine.gpu.graphs import Capture, DecodeGraphs, StepGraphs
 from kvrelay.engine.gpu.inputs import (
     NOWHERE,
     DeviceInputs,
@@ -36,6 +38,7 @@ from kvrelay.engine.gpu.inputs import (
     unpack_decodes,
     unpack_step,
 )
+from kvrelay.engine.gpu.padded import MAX_TOKENS, Size, padded_words, sizes_up_to
 from kvrelay.engine.gpu.staging import Staging
 from kvrelay.engine.loader import LoadedModel
 from kvrelay.engine.penalties import adjusts
@@ -44,15 +47,31 @@ from kvrelay.engine.sampler import Drawn, Sampler
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kernels.ops import SampleParams
 
+log = logging.getLogger(__name__)
+
 
 class DeviceSampler(Protocol):
-    def __call__(self, logits: torch.Tensor, inputs: DeviceInputs, draw: Draw) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, params: SampleParams, draw: Draw) -> torch.Tensor:
         """[R, V] → int64 [R], -1 where a row's logits are not finite."""
         ...
 
 
 Unpack = Callable[[torch.Tensor, DeviceRows], DeviceInputs]
 """The words of a step of single tokens (see `crew`), on the device, into a step's inputs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step has come to, of the R rows that are sampled."""
+
+    hidden: torch.Tensor
+    """[R, H]"""
+    feed_rows: torch.Tensor
+    params: SampleParams
+
+    def first(self, count: int) -> "Sampled":
+        """`count` rows, where there are more."""
+        return Sampled(self.hidden[:count], self.feed_rows[:count], self.params.first(count))
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,8 +109,9 @@ class GpuRunner:
         kv_cache_bytes: int,
         unpack: Unpack = unpack_decodes,
         copy_kernels: CopyKernels = TWINS,
+        max_padded_tokens: int = MAX_TOKENS,
     ) -> None:
-        """Makes the KV cache. Raises Unsupported where there is no memory for it."""
+        """Makes the KV cache. Raises Unsupported where there is no memory for it. Steps of up to `max_padded_tokens` are graphs."""
         device = torch.device(config.device)
         self.device = device
         kv_dtype = kv_dtype_of(config.kv_dtype, loaded.dtype)
@@ -114,10 +134,21 @@ class GpuRunner:
         self._over = 0.0
         """When the last step was over."""
         self._max_sampled = config.max_num_seqs
-        self._graphs = DecodeGraphs(config.max_num_seqs, self._decode, self._staging, device)
+        self._decodes = DecodeGraphs(config.max_num_seqs, self._decode, self._staging, device)
+        sizes = sizes_up_to(min(max_padded_tokens, self._max_tokens), config.max_num_seqs)
+        self._steps = StepGraphs(sizes, self._padded, self._staging, device)
 
+    @torch.inference_mode()
     def capture(self) -> None:
-        self._graphs.capture()
+        """All graphs, after `rehearse`. A CPU has none, and computes what they would."""
+        if self.device.type != "cuda":
+            return
+        begun = time.perf_counter()
+        capture = Capture()
+        self._steps.capture(capture)
+        self._decodes.capture(capture)
+        torch.cuda.synchronize(self.device)
+        log.info("%d CUDA graphs after %.1f s", capture.count, time.perf_counter() - begun)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -185,23 +216,32 @@ class GpuRunner:
         if batch.num_tokens == len(parts) == [part.samples for part in parts].count(1):
             crew, starts = self._crew_of(seqs), np.array([part.start for part in parts], np.int64)
             if not crew.needs_host(starts):
-                tokens = self._graphs.run(crew.words(starts), crew.draw)
+                tokens = self._decodes.run(crew.words(starts), crew.draw)
                 return Flight(*self._to_host(tokens[: len(parts)]), after)
         sampled = [(part.seq, part.seq.choice + branch) for part in parts for branch in range(part.samples)]
-        inputs = self._unpack(parts)
         if len(sampled) > self._max_sampled or any(_needs_host(part) for part in parts):
+            inputs = self._unpack(parts)
             return Done(self._sample_on_host(parts, sampled, inputs, self._forward(inputs, None), after))
-        tokens = self._sample(inputs, Draw.of(seq.request.sampling for seq, _ in sampled))
+        tokens = self._launch_any(parts, len(sampled), Draw.of(seq.request.sampling for seq, _ in sampled))
         return Flight(*self._to_host(tokens[: len(sampled)]), after)
+
+    def _launch_any(self, parts: list[Scheduled], num_sampled: int, draw: Draw) -> torch.Tensor:
+        """Of a step of any parts, its tokens [≥ num_sampled]."""
+        nd = _num_decodes(parts)
+        size = self._steps.fitting(sum(part.num_tokens for part in parts), nd, len(parts) - nd, num_sampled)
+        if size is None:
+            return self._sample(self._unpack(parts), draw)
+        found = self._steps.run(padded_words(parts, nd, _rows_of(parts), self._host, size), size)
+        # Of few sizes, since kernels differ by them.
+        return self._choose(found.first(self._decodes.size_for(num_sampled) if num_sampled else 0), draw)
 
     def _crew_of(self, seqs: list[Sequence]) -> Crew:
         if self._crew is None or self._crew.seqs != seqs:
-            self._crew = Crew(seqs, self._host, self._graphs.size_for(len(seqs)))
+            self._crew = Crew(seqs, self._host, self._decodes.size_for(len(seqs)))
         return self._crew
 
     def _unpack(self, parts: list[Scheduled]) -> DeviceInputs:
-        rows = np.array([part.seq.row for part in parts], np.int64)
-        num_decodes = next((i for i, part in enumerate(parts) if part.num_tokens > 1), len(parts))
+        num_decodes, rows = _num_decodes(parts), _rows_of(parts)
         words = self._staging.send(step_words(parts, rows, self._host))
         return unpack_step(words, self._rows, num_decodes, prompts_of(parts, num_decodes))
 
@@ -215,18 +255,25 @@ class GpuRunner:
         """A step of single tokens, out of its words on the device."""
         return self._sample(self._unpack_decodes(words, self._rows), draw)
 
+    def _padded(self, words: list[torch.Tensor], size: Size) -> Sampled:
+        """A step of any parts, out of `padded_words` on the device: all but the choice of tokens."""
+        inputs = unpack_step(words, self._rows, size.decodes, None)
+        return Sampled(self._forward(inputs, inputs.last), inputs.feed_rows, inputs.sampling)
+
     def _forward(self, inputs: DeviceInputs, wanted: torch.Tensor | None) -> torch.Tensor:
         return self._model.forward(
             inputs.token_ids, inputs.positions, self.kv, self._attention.prepare(inputs), no_hook, wanted
         )
 
     def _sample(self, inputs: DeviceInputs, draw: Draw) -> torch.Tensor:
+        return self._choose(Sampled(self._forward(inputs, inputs.last), inputs.feed_rows, inputs.sampling), draw)
+
+    def _choose(self, sampled: Sampled, draw: Draw) -> torch.Tensor:
         """Tokens [R], in the sequences' rows too."""
-        hidden = self._forward(inputs, inputs.last)
-        if not len(hidden):
-            return inputs.feed_rows
-        tokens = self._sampler(self._model.logits(hidden), inputs, draw)
-        self._rows.tokens.index_copy_(0, inputs.feed_rows, tokens.clamp(min=0))
+        if not len(sampled.hidden):
+            return sampled.feed_rows
+        tokens = self._sampler(self._model.logits(sampled.hidden), sampled.params, draw)
+        self._rows.tokens.index_copy_(0, sampled.feed_rows, tokens.clamp(min=0))
         return tokens
 
     def _to_host(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -256,6 +303,15 @@ class GpuRunner:
             tokens = torch.tensor(drawn.tokens, device=self.device)
             self._rows.tokens.index_copy_(0, inputs.feed_rows, tokens.clamp(min=0))
         return StepResult(*drawn, prompts, after())
+
+
+def _rows_of(parts: list[Scheduled]) -> NDArray[np.int64]:
+    return np.array([part.seq.row for part in parts], np.int64)
+
+
+def _num_decodes(parts: list[Scheduled]) -> int:
+    """How many parts of one token come first."""
+    return next((i for i, part in enumerate(parts) if part.num_tokens > 1), len(parts))
 
 
 def _needs_host(part: Scheduled) -> bool:
