@@ -225,7 +225,7 @@ async def test_hold_needs_test_hooks(folder: Path) -> None:
 
 async def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     engine = AsyncEngine(config(tmp_path / "nothing"), PodId("e"))
-    with pytest.raises(KvrelayError, match="no model at"):
+    with pytest.raises(KvrelayError, match="is no directory"):
         await engine.start()
     with pytest.raises(Unavailable):
         await engine.submit(request("r"))
