@@ -317,7 +317,7 @@ class Engine:
             first += part.samples
 
     def _advance_first(self, entry: Entry, seq: Sequence, drawn: list[Drawn]) -> None:
-        """Of a request of which no token was there before; or there is none to be had."""
+        """As `_advance`, where the prompt has just been computed, or no token was to be had."""
         if any(token == NO_TOKEN for token, _ in drawn):
             log.error("the model's logits are not finite: %s", entry.request.request_id)
             self._ledger.fail(entry, Internal("the model gave no usable logits"))
