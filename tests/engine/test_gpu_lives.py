@@ -20,6 +20,7 @@ from kvrelay.engine.loader import LoadedModel
 from kvrelay.engine.models.config import ModelConfig, RopeSettings
 from kvrelay.engine.sampler import Drawn
 from kvrelay.engine.sequence import Sequence
+from kvrelay.kernels.ops import SampleParams
 from tests.engine.conftest import EOS, VOCAB, CheckingRunner, Harness, next_token
 from tests.engine.test_life import Lives
 
@@ -56,14 +57,17 @@ class Device:
         return inputs
 
     def forward(self, token_ids: Any, positions: Any, kv: Any, inputs: Any, on_layer: Any, wanted: Any) -> torch.Tensor:
-        starts, lens, tables = inputs.query_starts.tolist(), inputs.context_lens.tolist(), inputs.block_tables.tolist()
+        nd, lens, tables = inputs.num_decodes, inputs.context_lens.tolist(), inputs.block_tables.tolist()
         tokens = list(zip(token_ids.tolist(), positions.tolist(), inputs.slots.tolist(), strict=True))
-        values = []
-        for (start, end), length, table in zip(pairwise(starts), lens, tables, strict=True):
-            for token, position, slot in tokens[start:end]:
-                assert position < length or slot == NOWHERE
-                values.append(0 if slot == NOWHERE else self._value(token, position, slot, table))
-        hidden = torch.tensor(values)
+        spans = [*pairwise(range(nd + 1)), *pairwise(inputs.query_starts[nd:].tolist())]
+        values: dict[int, int] = {}
+        for (start, end), length, table in zip(spans, lens, tables, strict=True):
+            for at in range(start, end) if length else ():
+                token, position, slot = tokens[at]
+                assert position < length
+                values[at] = self._value(token, position, slot, table)
+        assert values.keys() == {at for at, (_, _, slot) in enumerate(tokens) if slot != NOWHERE}
+        hidden = torch.tensor([values.get(at, 0) for at in range(len(tokens))])
         return hidden if wanted is None else hidden[wanted]
 
     def _value(self, token: int, position: int, slot: int, table: list[int]) -> int:
@@ -78,8 +82,8 @@ class Device:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
-    def __call__(self, logits: torch.Tensor, inputs: DeviceInputs, draw: Draw) -> torch.Tensor:
-        choices = inputs.sampling.choice.tolist()
+    def __call__(self, logits: torch.Tensor, params: SampleParams, draw: Draw) -> torch.Tensor:
+        choices = params.choice.tolist()
         return torch.tensor([next_token(kv, choice) for kv, choice in zip(logits.tolist(), choices, strict=True)])
 
     def sample(self, logits: torch.Tensor, rows: list[tuple[Sequence, int]]) -> Drawn:
