@@ -35,7 +35,7 @@ from kvrelay.kernels.ops import Ops
 from kvrelay.kernels.reference import FEW_TOKENS
 from kvrelay.kernels.scaled import quantize
 
-DOCS = Path(__file__).parent.parent / "docs"
+TEXT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 PIECE = 512
 """Tokens of a prompt."""
 ONE = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -96,9 +96,8 @@ def subjects(device: str, dtype: str) -> Iterator[Subject]:
 
 
 def text_tokens(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """Pieces of the documentation, `count` tokens in all."""
-    text = "\n\n".join(path.read_text() for path in sorted(DOCS.rglob("*.md")))
-    ids = tokenizer.encode(text)[:count]
+    """Pieces of a page of the documentation, `count` tokens in all."""
+    ids = tokenizer.encode(TEXT.read_text())[:count]
     return [ids[first : first + PIECE] for first in range(0, len(ids), PIECE)]
 
 
