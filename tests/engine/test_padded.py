@@ -150,7 +150,7 @@ def test_padding_changes_nothing(folder: Path, seed: int, sizes_seen: list[Size 
     run(padded, requests)
     assert padded.tokens() == plain.tokens()
     held = [size for size in sizes_seen if size is not None]
-    assert len({size.tokens for size in held}) >= 3
+    assert len({size.tokens for size in held}) > 1
     assert {size.decodes > 0 for size in held} == {False, True}
     assert None in sizes_seen, "larger ones were steps as they are"
 
