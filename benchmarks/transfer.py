@@ -19,9 +19,11 @@ from kvrelay.common.errors import KvrelayError
 from kvrelay.common.ids import Epoch, Fingerprint, PodId, RequestId
 from kvrelay.common.layout import KvDtype, KvGroup, KvGroupKind, KvLayout
 from kvrelay.common.request import Ticket, TicketTarget
+from kvrelay.transfer.checksum import leaves
+from kvrelay.transfer.copies import Check, Copy, Done, Part
 from kvrelay.transfer.frame import FinalFrame
 from kvrelay.transfer.port import PortConfig, TransferPort
-from kvrelay.transfer.transport import Buffer
+from kvrelay.transfer.transport import Memory
 
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128
 TOKEN_BYTES = 2 * HEADS * HEAD_DIM * 2
@@ -35,11 +37,21 @@ class Memory:
         self.rows = np.ones((2, num_tokens, TOKEN_BYTES // 2), np.uint8)
         self.completed = asyncio.Event()
 
-    def read(self, layer: int, first_token: int, num_tokens: int, out: Buffer, dtype: KvDtype) -> None:
-        out.reshape(2, num_tokens, -1)[:] = self.rows[:, first_token : first_token + num_tokens]
+    def read(self, part: Part, out: Memory, *, hashed: bool) -> Copy[bytes]:
+        assert isinstance(out, np.ndarray)
+        rows = self.rows[:, part.first_token : part.end_token]
+        for layer in out.reshape(part.num_layers, *rows.shape):
+            layer[:] = rows
+        return Done(leaves(out.data) if hashed else b"")
 
-    def write(self, layer: int, first_token: int, num_tokens: int, data: Buffer, dtype: KvDtype) -> None:
-        self.rows[:, first_token : first_token + num_tokens] = data.reshape(2, num_tokens, -1)
+    def write(self, part: Part, data: Memory, check: Check | None) -> Copy[None]:
+        assert isinstance(data, np.ndarray)
+        if check is not None:
+            check(leaves(data.data))
+        rows = self.rows[:, part.first_token : part.end_token]
+        for layer in data.reshape(part.num_layers, *rows.shape):
+            rows[:] = layer
+        return Done(None)
 
     def complete(self, final: FinalFrame) -> None:
         self.completed.set()

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from benchmarks.gpu.ops import Timing, sets_for, time_us
 from kvrelay.common.blocks import SPAN
 from kvrelay.common.layout import KvDtype
-from kvrelay.engine.gpu.cache import PIECE_BYTES, CopyKernels, DeviceKvCache
+from kvrelay.engine.gpu.cache import PIECE_BYTES, DeviceKvCache
+from kvrelay.engine.gpu.kernels import CopyKernels
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.rope import RopeSettings
 from kvrelay.kernels.triton.checksum import leaves

@@ -24,6 +24,7 @@ from kvrelay.engine.core import Reservation
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.rope import RopeSettings
 from kvrelay.transfer.block import BlockInfo, checksum, shape_of
+from kvrelay.transfer.copies import Part
 from tests.connector.memory import Shelf
 from tests.engine.conftest import CheckingRunner, Harness, prefixes
 
@@ -76,22 +77,22 @@ class CacheRunner(CheckingRunner):
     def verify(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
         if not tokens:
             return
-        values, slots = prefixes(tokens), self.cache.slots(blocks, 0, len(tokens))
-        out = np.empty(2 * len(tokens) * MODEL.kv_size * 4, np.uint8)
+        values = prefixes(tokens)
+        part = Part(0, MODEL.num_layers, 0, len(tokens), KvDtype.FLOAT32)
+        out = np.empty(2 * part.num_rows * MODEL.kv_size * 4, np.uint8)
+        self.cache.read_part(part, blocks, out, hashed=False).result()
+        found = out.view(np.uint32).reshape(MODEL.num_layers, 2, len(tokens), 4)
         for layer in range(MODEL.num_layers):
-            self.cache.read_rows(layer, slots, out, KvDtype.FLOAT32)
-            found = out.view(np.uint32).reshape(2, len(tokens), 4)
             for side in range(2):
-                wrong = np.flatnonzero((found[side] != rows(values, layer, side)).any(axis=1))
+                wrong = np.flatnonzero((found[layer, side] != rows(values, layer, side)).any(axis=1))
                 assert not len(wrong), f"wrong KV at {wrong[:5]} of {len(tokens)}, layer {layer}"
 
     def put(self, blocks: Sequence[int], tokens: Sequence[int], start: int, end: int) -> None:
         self.before_write([blocks[i] for i in range(start // self.block_size, -(-end // self.block_size))])
         values = prefixes(tokens[:end])[start:]
-        slots = self.cache.slots(blocks, start, end - start)
-        for layer in range(MODEL.num_layers):
-            data = np.concatenate([rows(values, layer, side) for side in range(2)])
-            self.cache.write_rows(layer, slots, data.view(np.uint8).reshape(-1), KvDtype.FLOAT32)
+        data = np.concatenate([rows(values, layer, side) for layer in range(MODEL.num_layers) for side in range(2)])
+        part = Part(0, MODEL.num_layers, start, end - start, KvDtype.FLOAT32)
+        self.cache.write_part(part, blocks, data.view(np.uint8).reshape(-1), None).result()
 
     def fill(self, reservation: Reservation, tokens: Sequence[int]) -> None:
         if reservation.first_token < reservation.end_token:

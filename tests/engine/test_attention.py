@@ -20,6 +20,7 @@ from kvrelay.engine.convert import convert
 from kvrelay.engine.gpu.cache import DeviceKvCache
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.rope import RopeSettings
+from kvrelay.transfer.copies import Part
 
 pytestmark = pytest.mark.unit
 
@@ -209,7 +210,7 @@ class TestCache:
         kv.data[1, 0, 0, 0, 0, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
         slots = kv.slots([7, 0, 3], 5, 40)
         out = np.empty(2 * 40 * MODEL.kv_size * theirs.itemsize, np.uint8)
-        kv.read_rows(1, slots, out, theirs)
+        kv.read_part(Part(1, 1, 5, 40, theirs), [7, 0, 3], out, hashed=False).result()
         rows = kv.data[1].flatten(1, 2).flatten(2)[:, torch.from_numpy(slots)]
         expected = rows.to(TORCH_DTYPES[theirs])
         found = torch.from_numpy(out).view(TORCH_DTYPES[theirs]).view(expected.shape)
@@ -217,7 +218,7 @@ class TestCache:
 
         other = make(dtype=own)
         elsewhere = other.slots([1, 2, 9, 4], 3, 40)
-        other.write_rows(0, elsewhere, out, theirs)
+        other.write_part(Part(0, 1, 3, 40, theirs), [1, 2, 9, 4], out, None).result()
         back = other.data[0].flatten(1, 2).flatten(2)[:, torch.from_numpy(elsewhere)]
         torch.testing.assert_close(back, expected.to(back.dtype), rtol=0, atol=0, equal_nan=True)
         assert int((other.data != 0).any(-1).any(-1).sum()) <= 2 * 40
@@ -236,7 +237,7 @@ class TestCache:
         values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -(1 + 2**-8), 3.4e38, 1e-40, 0.0, -0.0])
         kv.data[0, :, 0, 0, 0] = values
         out = np.empty(2 * MODEL.kv_size * 2, np.uint8)
-        kv.read_rows(0, np.array([0]), out, KvDtype.BFLOAT16)
+        kv.read_part(Part(0, 1, 0, 1, KvDtype.BFLOAT16), [0], out, hashed=False).result()
         found = torch.from_numpy(out).view(torch.bfloat16)[:8]
         assert torch.equal(found.view(torch.int16), values.bfloat16().view(torch.int16))
 

@@ -16,11 +16,14 @@ from kvrelay.engine.cache import TORCH_DTYPES, KvCache
 from kvrelay.engine.connector.base import Room, Stored
 from kvrelay.engine.connector.copies import Copier
 from kvrelay.engine.gpu import cache as cache_module
-from kvrelay.engine.gpu.cache import TWINS, CopyKernels, DeviceKvCache
+from kvrelay.engine.gpu.cache import DeviceKvCache
+from kvrelay.engine.gpu.kernels import TWINS, CopyKernels
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.rope import RopeSettings
 from kvrelay.transfer.block import BlockInfo, checksum
 from kvrelay.transfer.checksum import leaves
+from kvrelay.transfer.copies import Part
+from kvrelay.transfer.frame import ChecksumError
 from tests.kernels.triton_device import DEVICE, DTYPES
 
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")]
@@ -116,18 +119,43 @@ def test_no_spans(make: Make) -> None:
     assert cache.write_spans([], [], KvDtype.FLOAT32) == []
 
 
+PARTS = [(1, 1, 5, 70), (0, 3, 32, 64), (1, 2, 31, 18), (0, 3, 3, 1), (2, 1, 16, 9)]
+"""First layer, layers, first token, tokens: whole spans, what is before and behind them, and neither."""
+
+
 @pytest.mark.parametrize("theirs", KV_DTYPES)
-def test_rows(theirs: KvDtype) -> None:
-    cache, plain = (filled(make(KvDtype.FLOAT32)) for make in (by_kernels, on_cpu))
-    slots = cache.slots([7, 0, 3], 5, 70)
-    found, expected = np.zeros((2, 2 * len(slots) * MODEL.kv_size * theirs.itemsize), np.uint8)
-    cache.read_rows(1, slots, found, theirs)
-    plain.read_rows(1, slots, expected, theirs)
-    assert np.array_equal(found, expected)
-    elsewhere = cache.slots([1, 2, 9, 4], 3, 70)
-    cache.write_rows(2, elsewhere, found, theirs)
-    plain.write_rows(2, elsewhere, expected, theirs)
+@pytest.mark.parametrize("place", PARTS, ids=str)
+@pytest.mark.parametrize("make", [by_twins, by_kernels])
+def test_parts(make: Make, place: tuple[int, int, int, int], theirs: KvDtype) -> None:
+    """As on a CPU, in layers, tokens and leaves."""
+    part = Part(*place, theirs)
+    cache, plain = (filled(each(KvDtype.FLOAT32)) for each in (make, on_cpu))
+    size = 2 * part.num_rows * MODEL.kv_size * theirs.itemsize
+    found, expected = (each.staging(size, on_device=False) for each in (cache, plain))
+    hashed = cache.read_part(part, [7, 0, 3], found, hashed=True).result()
+    assert hashed == plain.read_part(part, [7, 0, 3], expected, hashed=True).result()
+    assert np.array_equal(np.asarray(found), np.asarray(expected))
+    assert hashed == leaves(np.asarray(found).data)
+
+    checked: list[bytes] = []
+    cache.write_part(part, [1, 2, 9, 4], found, checked.append).result()
+    plain.write_part(part, [1, 2, 9, 4], expected, None).result()
     assert same(cache, plain)
+    assert checked == [hashed]
+
+
+@KINDS
+def test_a_part_that_is_not_whole_is_not_written(make: Make) -> None:
+    cache, part = filled(make(KvDtype.FLOAT32)), Part(0, 3, 0, 16, KvDtype.FLOAT32)
+
+    def refuse(found: bytes) -> None:
+        raise ChecksumError("of something else")
+
+    data = cache.staging(part.num_rows * cache.token_bytes, on_device=False)
+    np.asarray(data).fill(0)
+    with pytest.raises(ChecksumError):
+        cache.write_part(part, [3], data, refuse).result()
+    assert same(cache, filled(on_cpu(KvDtype.FLOAT32)))
 
 
 def test_rehearsal_changes_nothing() -> None:

@@ -10,9 +10,11 @@ from kvrelay.common.errors import KvrelayError
 from kvrelay.common.ids import Epoch, Fingerprint, PodId, RequestId
 from kvrelay.common.layout import KvDtype, KvGroup, KvGroupKind, KvLayout
 from kvrelay.common.request import ChoiceDelta, Ticket, TicketTarget
+from kvrelay.transfer.checksum import leaves
+from kvrelay.transfer.copies import Check, Copy, Done, Part
 from kvrelay.transfer.frame import FinalFrame
 from kvrelay.transfer.sender import PushHandle
-from kvrelay.transfer.transport import Buffer
+from kvrelay.transfer.transport import Memory
 
 HEADS = 2
 HEAD_DIM = 8
@@ -60,10 +62,15 @@ class ArraySource:
         self.kv = kv
         self.reads = 0
 
-    def read(self, layer: int, first_token: int, num_tokens: int, out: Buffer, dtype: KvDtype) -> None:
+    def read(self, part: Part, out: Memory, *, hashed: bool) -> Copy[bytes]:
         self.reads += 1
-        rows = self.kv[layer, :, first_token : first_token + num_tokens].astype(NUMPY[dtype])
+        return Done(self.pack(part, out, hashed=hashed))
+
+    def pack(self, part: Part, out: Memory, *, hashed: bool) -> bytes:
+        assert isinstance(out, np.ndarray)
+        rows = self.kv[part.layer : part.layers.stop, :, part.first_token : part.end_token].astype(NUMPY[part.dtype])
         out[:] = rows.reshape(-1).view(np.uint8)
+        return leaves(out.data) if hashed else b""
 
 
 class ArraySink:
@@ -74,10 +81,16 @@ class ArraySink:
         self.writes = 0
         self.ended: asyncio.Future[FinalFrame] = asyncio.get_running_loop().create_future()
 
-    def write(self, layer: int, first_token: int, num_tokens: int, data: Buffer, dtype: KvDtype) -> None:
+    def write(self, part: Part, data: Memory, check: Check | None) -> Copy[None]:
+        return Done(self.unpack(part, data, check))
+
+    def unpack(self, part: Part, data: Memory, check: Check | None) -> None:
+        assert isinstance(data, np.ndarray)
+        if check is not None:
+            check(leaves(data.data))
         self.writes += 1
-        rows = data.view(NUMPY[dtype]).reshape(2, num_tokens, HEADS, HEAD_DIM)
-        self.kv[layer, :, first_token : first_token + num_tokens] = rows
+        rows = data.view(NUMPY[part.dtype]).reshape(part.num_layers, 2, part.num_tokens, HEADS, HEAD_DIM)
+        self.kv[part.layer : part.layers.stop, :, part.first_token : part.end_token] = rows
 
     def complete(self, final: FinalFrame) -> None:
         self.ended.set_result(final)

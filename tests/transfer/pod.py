@@ -17,6 +17,7 @@ import numpy as np
 from kvrelay.common.errors import KvrelayError
 from kvrelay.common.ids import Epoch, PodId
 from kvrelay.common.request import Ticket
+from kvrelay.transfer.frame import IS_HEADER
 from kvrelay.transfer.port import PortConfig, TransferPort
 from kvrelay.transfer.transport import Buffer
 from kvrelay.transfer.ucx import UcxPeer, UcxTransport
@@ -126,7 +127,8 @@ class Pod:
 
 def corrupted(send: Any) -> Any:
     def send_flipped(peer: UcxPeer, tag: int, buffer: Buffer) -> asyncio.Future[None]:
-        if tag:
+        if tag and not tag & IS_HEADER:
+            buffer = buffer.copy()
             buffer[-1] ^= 4
         future: asyncio.Future[None] = send(peer, tag, buffer)
         return future

@@ -19,11 +19,12 @@ from kvrelay.common.errors import (
 from kvrelay.common.ids import Epoch, PodId
 from kvrelay.common.layout import KvDtype, KvLayout
 from kvrelay.common.request import Ticket
-from kvrelay.transfer.frame import HEADER_BYTES, MAX_FINAL_BYTES, FinalFrame
+from kvrelay.transfer.copies import Check, Copy, Part
+from kvrelay.transfer.frame import HEADER_BYTES, IS_HEADER, MAX_FINAL_BYTES, FinalFrame
 from kvrelay.transfer.loopback import LoopbackNetwork, LoopbackTransport
 from kvrelay.transfer.port import PortConfig, TransferPort
 from kvrelay.transfer.sender import PushHandle
-from kvrelay.transfer.transport import Buffer
+from kvrelay.transfer.transport import Buffer, Memory
 from tests.transfer.kv import ArraySink, ArraySource, feed, kv_of, make_final, make_layout, make_ticket
 
 pytestmark = pytest.mark.unit
@@ -178,7 +179,7 @@ async def test_many_pushes_share_staging_and_one_link(pair: Pair) -> None:
 
 
 def flipped(tag: int, buffer: Buffer) -> Buffer:
-    if tag:
+    if tag and not tag & IS_HEADER:
         buffer = buffer.copy()
         buffer[-1] ^= 1
     return buffer
@@ -201,8 +202,10 @@ async def test_frames_of_one_layer_cannot_come_as_another_s(pair: Pair) -> None:
     held: list[Buffer] = []
 
     def swap(tag: int, buffer: Buffer) -> Buffer:
+        if not tag or tag & IS_HEADER:
+            return buffer
         held.append(buffer.copy())
-        return held[-2] if tag and len(held) > 1 and held[-2].nbytes == buffer.nbytes else buffer
+        return held[-2] if len(held) > 1 and held[-2].nbytes == buffer.nbytes else buffer
 
     pair.network.tamper = swap
     ticket, sink = pair.open(0, 10)
@@ -369,11 +372,11 @@ async def test_a_killed_sender(pair: Pair) -> None:
 
 async def test_errors_of_sources_and_sinks_end_their_ticket_alone(pair: Pair) -> None:
     class BadSink(ArraySink):
-        def write(self, layer: int, first_token: int, num_tokens: int, data: Buffer, dtype: KvDtype) -> None:
+        def write(self, part: Part, data: Memory, check: Check | None) -> Copy[None]:
             raise RuntimeError("no such block")
 
     class BadSource(ArraySource):
-        def read(self, layer: int, first_token: int, num_tokens: int, out: Buffer, dtype: KvDtype) -> None:
+        def read(self, part: Part, out: Memory, *, hashed: bool) -> Copy[bytes]:
             raise RuntimeError("no such block")
 
     good, good_sink = pair.open(0, 16)

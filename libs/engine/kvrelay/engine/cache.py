@@ -14,6 +14,9 @@ from kvrelay.common.layout import KvDtype, KvGroup, KvGroupKind, KvLayout
 from kvrelay.engine.convert import Bits, convert, storage
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.transfer.checksum import leaves
+from kvrelay.transfer.copies import Check, Copy, Done, Part
+from kvrelay.transfer.staging import host_memory
+from kvrelay.transfer.transport import Memory
 
 TORCH_DTYPES = {
     KvDtype.FLOAT32: torch.float32,
@@ -101,29 +104,54 @@ class KvCache:
         offset = first_token - first_block * self.block_size
         return slots[offset : offset + num_tokens]
 
-    def read_rows(self, layer: int, slots: NDArray[np.int64], out: NDArray[np.uint8], dtype: KvDtype) -> None:
-        """The keys' rows of `slots` and then the values', as `dtype`, into `out`. Uses no thread of torch's.
+    def read_part(self, part: Part, blocks: Sequence[int], out: Memory, *, hashed: bool) -> Copy[bytes]:
+        """A sequence's rows, whose blocks are `blocks`, into `out` of this cache's staging. See `transfer.copies.Part`.
 
-        Raises IncompatibleLayout for a type that is not converted.
+        Gives the leaves of their checksum where it is `hashed`. Uses no thread of torch's. Raises IncompatibleLayout for a type
+        that is not converted.
         """
-        rows = out.view(storage(dtype)).reshape(2, len(slots), self._model.kv_size)
-        for side in range(2):
-            if dtype is self.dtype:
+        assert isinstance(out, np.ndarray)
+        slots = self.slots(blocks, part.first_token, part.num_tokens)
+        for plane, rows in zip(self._planes_of(part), self._packed(part, out), strict=True):
+            if part.dtype is self.dtype:
                 # A mode other than raise writes into `out` without a copy between; slots are the pool's own.
-                np.take(self._rows[layer, side], slots, axis=0, out=rows[side], mode="clip")
+                np.take(plane, slots, axis=0, out=rows, mode="clip")
             else:
-                convert(self._rows[layer, side][slots], self.dtype, rows[side], dtype)
+                convert(plane[slots], self.dtype, rows, part.dtype)
+        return Done(leaves(out.data) if hashed else b"")
 
-    def write_rows(self, layer: int, slots: NDArray[np.int64], data: NDArray[np.uint8], dtype: KvDtype) -> None:
-        """What `read_rows` gave, into `slots`."""
-        rows = data.view(storage(dtype)).reshape(2, len(slots), self._model.kv_size)
-        for side in range(2):
-            if dtype is self.dtype:
-                self._rows[layer, side][slots] = rows[side]
+    def write_part(self, part: Part, blocks: Sequence[int], data: Memory, check: Check | None) -> Copy[None]:
+        """What `read_part` gave, into a sequence's blocks, once `check` has found its leaves right."""
+        assert isinstance(data, np.ndarray)
+        if check is not None:
+            check(leaves(data.data))
+        slots = self.slots(blocks, part.first_token, part.num_tokens)
+        for plane, rows in zip(self._planes_of(part), self._packed(part, data), strict=True):
+            if part.dtype is self.dtype:
+                plane[slots] = rows
             else:
-                converted = np.empty(rows[side].shape, self._rows.dtype)
-                convert(rows[side], dtype, converted, self.dtype)
-                self._rows[layer, side][slots] = converted
+                converted = np.empty(rows.shape, plane.dtype)
+                convert(rows, part.dtype, converted, self.dtype)
+                plane[slots] = converted
+        return Done(None)
+
+    def enter_thread(self) -> None:
+        """Makes the calling thread one that can use the memory where the cache lies."""
+
+    def staging(self, num_bytes: int, *, on_device: bool) -> Memory:
+        """For parts, for as long as the process lives. `on_device`: where the cache lies, if it can; else in the host's memory.
+
+        Raises Unsupported where there is no room.
+        """
+        return host_memory(num_bytes)
+
+    def _planes_of(self, part: Part) -> Bits:
+        """Keys and values of each of the part's layers, by slot."""
+        planes: Bits = self._rows[part.layer : part.layers.stop].reshape(2 * part.num_layers, -1, self._model.kv_size)
+        return planes
+
+    def _packed(self, part: Part, data: NDArray[np.uint8]) -> Bits:
+        return data.view(storage(part.dtype)).reshape(2 * part.num_layers, part.num_tokens, self._model.kv_size)
 
     def span_bytes(self, dtype: KvDtype) -> int:
         """Of 16 tokens in all layers, as `read_span` gives them."""

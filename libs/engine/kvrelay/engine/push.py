@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable
 
 from kvrelay.common.errors import KvrelayError
 from kvrelay.common.ids import RequestId
-from kvrelay.common.layout import KvDtype
 from kvrelay.common.request import ChoiceDelta, EngineRequest, Ticket
 from kvrelay.engine.batch import Batch, LayerHook, no_hook
 from kvrelay.engine.cache import KvCache
 from kvrelay.engine.messages import PushCompleted, PushFailed
 from kvrelay.engine.sequence import Sequence
+from kvrelay.transfer.copies import Copy, Part
 from kvrelay.transfer.frame import FinalFrame
 from kvrelay.transfer.sender import PushHandle, PushResult, Sender
-from kvrelay.transfer.transport import Buffer
+from kvrelay.transfer.transport import Memory
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class BlockSource:
         self._cache = cache
         self._blocks = blocks
 
-    def read(self, layer: int, first_token: int, num_tokens: int, out: Buffer, dtype: KvDtype) -> None:
-        self._cache.read_rows(layer, self._cache.slots(self._blocks, first_token, num_tokens), out, dtype)
+    def read(self, part: Part, out: Memory, *, hashed: bool) -> Copy[bytes]:
+        return self._cache.read_part(part, self._blocks, out, hashed=hashed)
 
 
 class Pushes:

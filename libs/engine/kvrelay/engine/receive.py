@@ -16,15 +16,15 @@ from collections.abc import Callable
 
 from kvrelay.common.errors import KvrelayError, TransferFailed
 from kvrelay.common.ids import RequestId
-from kvrelay.common.layout import KvDtype
 from kvrelay.common.logs import about
 from kvrelay.common.request import ChoiceDelta, Ticket, TicketTarget
 from kvrelay.engine.cache import KvCache
 from kvrelay.engine.core import Engine, Reservation
 from kvrelay.engine.messages import EngineInfo
+from kvrelay.transfer.copies import Check, Copy, Part
 from kvrelay.transfer.frame import FinalFrame
 from kvrelay.transfer.port import TransferPort
-from kvrelay.transfer.transport import Buffer
+from kvrelay.transfer.transport import Memory
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +109,8 @@ class ReservationSink:
         self._tickets = tickets
         self._reservation = reservation
 
-    def write(self, layer: int, first_token: int, num_tokens: int, data: Buffer, dtype: KvDtype) -> None:
-        cache = self._tickets.cache
-        cache.write_rows(layer, cache.slots(self._reservation.blocks, first_token, num_tokens), data, dtype)
+    def write(self, part: Part, data: Memory, check: Check | None) -> Copy[None]:
+        return self._tickets.cache.write_part(part, self._reservation.blocks, data, check)
 
     def complete(self, final: FinalFrame) -> None:
         """Raises TransferFailed for tokens that cannot be this request's first ones: the ticket's deadline still runs."""

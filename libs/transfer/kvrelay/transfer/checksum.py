@@ -17,10 +17,10 @@ LEAF_BYTES = 16 << 10
 _SEED = struct.Struct("<QQQ")
 
 
-def checksum(ticket_bits: int, frame_number: int, generation: int, head: bytes, payload: memoryview) -> int:
-    """Of a frame's header and `payload` (bytes, contiguous)."""
+def checksum(ticket_bits: int, frame_number: int, generation: int, head: bytes, payload_leaves: bytes) -> int:
+    """Of a frame's header and of a payload that has these leaves, wherever they were computed."""
     seed = xxhash.xxh3_64_intdigest(_SEED.pack(ticket_bits, frame_number, generation))
-    return xxhash.xxh3_64_intdigest(leaves(payload) + head, seed)
+    return xxhash.xxh3_64_intdigest(payload_leaves + head, seed)
 
 
 def leaves(payload: memoryview) -> bytes:

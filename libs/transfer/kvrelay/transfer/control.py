@@ -10,7 +10,8 @@ from kvrelay.common.layout import KvLayout
 from kvrelay.transfer.transport import Buffer
 
 TAG = 0
-PROTOCOL = 1
+PROTOCOL = 2
+"""With frames of version 2."""
 MAX_CONTROL_BYTES = 64 << 10
 MAX_TEXT = 500
 

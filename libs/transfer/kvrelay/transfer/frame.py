@@ -1,32 +1,40 @@
-"""A frame: 64 bytes of header, then rows of KV (or the final state), in one buffer and one message.
+"""A frame, version 2: a header of 64 bytes and a payload, rows of KV or the final state. Each is a message of its own, the header first.
 
-    u16 magic 0x4B01    u8 flags (1 final, 2 checksum version 1)    u8 group    u16 layer    u8 dtype on the wire    u8 0
-    u32 first token     u32 number of tokens     u32 payload bytes     u32 0     u64 generation     24 bytes 0     u64 checksum
+    u16 magic 0x4B02    u8 flags (1 final, 2 checksum version 1)    u8 group    u16 layer    u16 number of layers
+    u8 dtype on the wire    3 bytes 0    u32 first token    u32 number of tokens    u64 payload bytes    u64 generation
+    20 bytes 0    u64 checksum
 
-Little endian. The payload of n tokens is K of all of them, then V of all of them, each [n, heads, head size]. The tag is
-40 bits of the ticket and 24 bits of the frame's number, from 0; no frame has ticket bits 0.
+Little endian. The payload is, for one layer after the other, K of all tokens and then V of all of them, each [n, heads, head size].
+So it may lie in a device's memory, which no host looks into, and the receiver knows where it goes before it takes it.
+
+A tag is 40 bits of the ticket and 24 bits of the frame: the highest is the header's, the others the frame's number, from 0. No
+frame has ticket bits 0.
 """
 
 import dataclasses
 import struct
 
 import msgspec
+import numpy as np
 
 from kvrelay.common.errors import TransferFailed
 from kvrelay.common.layout import KvDtype
 from kvrelay.common.request import ChoiceDelta
 from kvrelay.transfer.checksum import checksum
+from kvrelay.transfer.copies import Part
 from kvrelay.transfer.transport import Buffer
 
-MAGIC = 0x4B01
+MAGIC = 0x4B02
 FINAL = 1
 CHECKED = 2
-HEAD = struct.Struct("<HBBHBBIIIIQ24x")
+HEAD = struct.Struct("<HBBHHB3xIIQQ20x")
 HEADER_BYTES = 64
 FRAME_BITS = 24
-MAX_FRAMES = 1 << FRAME_BITS
+IS_HEADER = 1 << FRAME_BITS - 1
+MAX_FRAMES = IS_HEADER
 MAX_FINAL_BYTES = 1 << 20
 CODES = {KvDtype.FLOAT32: 1, KvDtype.BFLOAT16: 2, KvDtype.FLOAT16: 3, KvDtype.FLOAT8_E4M3: 4}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 class FrameRejected(TransferFailed):
@@ -49,11 +57,13 @@ _FINAL = msgspec.msgpack.Decoder(FinalFrame)
 
 
 def make_tag(ticket_bits: int, frame_number: int) -> int:
+    """Of a frame's payload; with IS_HEADER also set, of its header."""
     return ticket_bits << FRAME_BITS | frame_number
 
 
-def split_tag(tag: int) -> tuple[int, int]:
-    return tag >> FRAME_BITS, tag & (MAX_FRAMES - 1)
+def split_tag(tag: int) -> tuple[int, int, bool]:
+    """The ticket's bits, the frame's number, and whether it is a header."""
+    return tag >> FRAME_BITS, tag & (MAX_FRAMES - 1), bool(tag & IS_HEADER)
 
 
 def encode_final(final: FinalFrame) -> bytes:
@@ -72,44 +82,59 @@ def decode_final(payload: memoryview) -> FinalFrame:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """Of a KV frame: `num_tokens` rows of `layer` from `first_token`, as the wire dtype of code `dtype`. Of a final one: zeros."""
+    """Of a frame. `part` is None for a final one."""
 
     group: int
-    layer: int
-    dtype: int
-    first_token: int
-    num_tokens: int
+    part: Part | None
+    payload_bytes: int
     generation: int
-    final: bool = False
 
-    def seal(self, buffer: Buffer, tag: int, *, checked: bool) -> None:
-        """Writes the header before the payload that `buffer` already holds."""
-        flags = FINAL * self.final | CHECKED * checked
-        payload_bytes = buffer.nbytes - HEADER_BYTES
-        head = HEAD.pack(
-            *(MAGIC, flags, self.group, self.layer, self.dtype, 0),
-            *(self.first_token, self.num_tokens, payload_bytes, 0, self.generation),
-        )
-        value = checksum(*split_tag(tag), self.generation, head, buffer.data[HEADER_BYTES:]) if checked else 0
-        buffer.data[:HEADER_BYTES] = head + value.to_bytes(8, "little")
+    @property
+    def final(self) -> bool:
+        return self.part is None
+
+    def seal(self, tag: int, payload_leaves: bytes | None) -> Buffer:
+        """The message that goes ahead of the payload under `tag`. No leaves: no checksum."""
+        head = self._pack(checked=payload_leaves is not None)
+        value = 0 if payload_leaves is None else self._checksum(tag, head, payload_leaves)
+        return np.frombuffer(head + value.to_bytes(8, "little"), np.uint8)
+
+    def _pack(self, *, checked: bool) -> bytes:
+        flags, part = FINAL * self.final | CHECKED * checked, self.part
+        place = (0, 0, 0, 0, 0)
+        if part is not None:
+            place = (part.layer, part.num_layers, CODES[part.dtype], part.first_token, part.num_tokens)
+        return HEAD.pack(MAGIC, flags, self.group, *place, self.payload_bytes, self.generation)
+
+    def _checksum(self, tag: int, head: bytes, payload_leaves: bytes) -> int:
+        bits, number, _ = split_tag(tag)
+        return checksum(bits, number, self.generation, head, payload_leaves)
+
+    def check(self, tag: int, value: int, payload_leaves: bytes) -> None:
+        """Raises ChecksumError unless `value` is the checksum of this header under `tag` and of a payload with these leaves."""
+        if self._checksum(tag, self._pack(checked=True), payload_leaves) != value:
+            raise ChecksumError("a frame's checksum is wrong")
 
 
-def open_frame(buffer: Buffer, tag: int, *, checked: bool) -> Header:
-    """The header of a frame that came whole and, with `checked`, as it was sent. Where it may go is for the ticket to say.
+def open_header(buffer: Buffer, *, checked: bool) -> tuple[Header, int]:
+    """A header and its checksum. Where its payload may go is for the ticket to say; that the two belong together, for `check`.
 
     Raises FrameRejected.
     """
-    view = buffer.data
-    head = bytes(view[: HEAD.size])
-    magic, flags, group, layer, dtype, _, first_token, num_tokens, payload_bytes, _, generation = HEAD.unpack(head)
+    if buffer.nbytes != HEADER_BYTES:
+        raise FrameRejected(f"a header of {buffer.nbytes} bytes")
+    head = bytes(buffer.data[: HEAD.size])
+    magic, flags, group, layer, layers, code, first_token, num_tokens, payload_bytes, generation = HEAD.unpack(head)
     if magic != MAGIC:
         raise FrameRejected(f"not a frame of this version: {magic:#06x}")
     if bool(flags & CHECKED) != checked:
         raise FrameRejected(f"checksums are {'on' if checked else 'off'} on this connection, and not in this frame")
-    if payload_bytes != len(view) - HEADER_BYTES:
-        raise FrameRejected(f"{len(view) - HEADER_BYTES} bytes of payload where {payload_bytes} were announced")
-    if checked:
-        value = checksum(*split_tag(tag), generation, head, view[HEADER_BYTES:])
-        if value != int.from_bytes(view[HEAD.size : HEADER_BYTES], "little"):
-            raise ChecksumError("a frame's checksum is wrong")
-    return Header(group, layer, dtype, first_token, num_tokens, generation, bool(flags & FINAL))
+    part = None
+    if not flags & FINAL:
+        if code not in _DTYPES:
+            raise FrameRejected(f"no dtype has the code {code}")
+        part = Part(layer, layers, first_token, num_tokens, _DTYPES[code])
+    header = Header(group, part, payload_bytes, generation)
+    if header._pack(checked=checked) != head:
+        raise FrameRejected("a header with bits that say nothing")
+    return header, int.from_bytes(buffer.data[HEAD.size :], "little")

@@ -21,7 +21,7 @@ from kvrelay.common.layout import check_compatible
 from kvrelay.transfer import control
 from kvrelay.transfer.control import Gone, Hello, Identity, Refused, Welcome
 from kvrelay.transfer.counters import Counters
-from kvrelay.transfer.transport import Peer, Transport
+from kvrelay.transfer.transport import Buffer, Peer, Transport
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,18 @@ class Link:
     def tell(self, message: control.Control) -> None:
         tell(self.peer, message)
 
+    def say(self, tag: int, message: Buffer) -> None:
+        """As `tell`, a small message under a tag of its own."""
+        say(self.peer, tag, message)
+
 
 def tell(peer: Peer, message: control.Control) -> None:
     """Sends and does not wait: whoever needs to know whether it arrived waits for an answer, or for the link's loss."""
-    peer.send(control.TAG, control.encode(message)).add_done_callback(_retrieve)
+    say(peer, control.TAG, control.encode(message))
+
+
+def say(peer: Peer, tag: int, message: Buffer) -> None:
+    peer.send(tag, message).add_done_callback(_retrieve)
 
 
 def whisper(transport: Transport, address: bytes, message: control.Control) -> None:
@@ -61,7 +69,7 @@ def whisper(transport: Transport, address: bytes, message: control.Control) -> N
 
 def _retrieve(future: asyncio.Future[None]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
-        log.debug("a control message was not sent: %s", error)
+        log.debug("a small message was not sent: %s", error)
 
 
 LostCallback = Callable[[Link, TransferFailed], None]

@@ -9,8 +9,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
+import numpy as np
+
 from kvrelay.common.errors import TransferFailed
-from kvrelay.transfer.transport import Buffer, CloseCallback, Inbox, Verdict
+from kvrelay.transfer.transport import Buffer, CloseCallback, Inbox, Memory, Verdict
 
 Tamper = Callable[[int, Buffer], Buffer]
 
@@ -104,6 +106,7 @@ class LoopbackTransport:
             if isinstance(landing, Verdict):
                 self.messages_drained += 1
             else:
+                assert isinstance(landing.buffer, np.ndarray)
                 landing.buffer[:] = self.network.tamper(message.tag, message.buffer)
                 self.bytes_received += message.buffer.nbytes
                 landing.landed()
@@ -119,7 +122,12 @@ class LoopbackPeer:
         self._loop = asyncio.get_running_loop()
         self._pending: set[asyncio.Future[None]] = set()
 
-    def send(self, tag: int, buffer: Buffer) -> asyncio.Future[None]:
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        return ("loopback",)
+
+    def send(self, tag: int, buffer: Memory) -> asyncio.Future[None]:
+        assert isinstance(buffer, np.ndarray), "only a host's memory is copied here"
         future: asyncio.Future[None] = self._loop.create_future()
         if self.closed:
             future.set_exception(TransferFailed("the connection is closed"))

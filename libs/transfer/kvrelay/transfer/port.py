@@ -11,18 +11,20 @@ from kvrelay.common.layout import KvLayout
 from kvrelay.transfer import checksum, control
 from kvrelay.transfer.control import Abort, Ack, Begin, Gone, Hello, Identity, Nack, Refused, Welcome
 from kvrelay.transfer.counters import Counters
-from kvrelay.transfer.frame import HEADER_BYTES
 from kvrelay.transfer.link import Acceptor, Dialer
 from kvrelay.transfer.receiver import Receiver
 from kvrelay.transfer.sender import PushOptions, Sender
-from kvrelay.transfer.staging import Staging
+from kvrelay.transfer.staging import Allocate, Staging, host_memory
 from kvrelay.transfer.transport import Buffer, Landing, Transport, Verdict
 
 log = logging.getLogger(__name__)
 
+SLOT_ALIGNMENT = 256
+"""So that a device reads and writes a frame in its widest words."""
+
 
 class PortConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes in bytes. `staging_bytes` is the limit each way; `depth` the frames in flight over one link."""
+    """Sizes in bytes. `staging_bytes` is for frames each way; `depth` the frames in flight over a link."""
 
     frame_bytes: int = 1 << 20
     staging_bytes: int = 64 << 20
@@ -42,8 +44,15 @@ class TransferPort:
     """`start` once, on the loop that it lives on; `close` once. `sender` and `receiver` may be used between."""
 
     def __init__(
-        self, transport: Transport, pod_id: PodId, epoch: Epoch, layout: KvLayout, config: PortConfig | None = None
+        self,
+        transport: Transport,
+        pod_id: PodId,
+        epoch: Epoch,
+        layout: KvLayout,
+        config: PortConfig | None = None,
+        allocate: Allocate = host_memory,
     ) -> None:
+        """`allocate` makes the arenas of staging, whose memory the transport must be able to carry."""
         config = config or PortConfig()
         row_bytes = max(group.token_bytes for group in layout.groups)
         if config.frame_bytes < row_bytes:
@@ -54,9 +63,10 @@ class TransferPort:
         self.counters = Counters()
         version = checksum.VERSION if config.checksums else 0
         identity = Identity(pod_id=pod_id, epoch=epoch, layout=layout, frame_bytes=config.frame_bytes, checksum=version)
-        slot_bytes = HEADER_BYTES + config.frame_bytes
-        self._sending = Staging(config.staging_bytes, slot_bytes)
-        self._receiving = Staging(config.staging_bytes, slot_bytes, transport.resume)
+        slot_bytes = -(-config.frame_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        arena_bytes = max(config.staging_bytes // slot_bytes, 1) * slot_bytes
+        self._sending = Staging(allocate(arena_bytes), slot_bytes)
+        self._receiving = Staging(allocate(arena_bytes), slot_bytes, transport.resume)
         self._dialer = Dialer(transport, identity, self.counters, config.depth, config.handshake_seconds)
         self._acceptor = Acceptor(transport, identity, self.counters, config.depth)
         options = PushOptions(config.frame_bytes, config.checksums, config.grace_seconds)

@@ -1,18 +1,26 @@
-"""Takes in what tickets let in. A frame lands in staging; only a checked frame of an open ticket is written to its sink."""
+"""Takes in what tickets let in. A frame lands in staging; only a checked frame of an open ticket is written to its sink.
+
+header ─ belongs to the ticket? ─ expected ── payload ─ in staging ─ Sink.write: checksum, rows ── written ─ all there? ─ Ack
+"""
 
 import asyncio
+import functools
 import logging
+from concurrent.futures import Future
 from typing import Protocol
+
+import numpy as np
 
 from kvrelay.common.errors import Internal, KvrelayError, StaleEpoch, TransferFailed, error_from
 from kvrelay.common.layout import KvDtype, KvLayout, wire_dtype
 from kvrelay.common.request import Ticket, TicketTarget
 from kvrelay.transfer import control
+from kvrelay.transfer.checksum import leaves
 from kvrelay.transfer.control import Abort, Ack, Begin, Nack
+from kvrelay.transfer.copies import Check, Copy, Done, Part, settle, when_done
 from kvrelay.transfer.counters import Counters
 from kvrelay.transfer.coverage import Coverage
 from kvrelay.transfer.frame import (
-    CODES,
     HEADER_BYTES,
     MAX_FINAL_BYTES,
     ChecksumError,
@@ -20,12 +28,13 @@ from kvrelay.transfer.frame import (
     FrameRejected,
     Header,
     decode_final,
-    open_frame,
+    make_tag,
+    open_header,
     split_tag,
 )
 from kvrelay.transfer.link import Acceptor, Link
-from kvrelay.transfer.staging import Staging
-from kvrelay.transfer.transport import Buffer, Landing, Verdict
+from kvrelay.transfer.staging import Room, Staging
+from kvrelay.transfer.transport import Buffer, Landing, Memory, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +42,8 @@ log = logging.getLogger(__name__)
 class Sink(Protocol):
     """Where the KV of one ticket goes; the engine's. Called on the loop's thread, never after `Receiver.close` returned."""
 
-    def write(self, layer: int, first_token: int, num_tokens: int, data: Buffer, dtype: KvDtype) -> None:
-        """`data` is K of the tokens, then V: 2 × [num_tokens, heads, head size] of `dtype`, valid during the call only."""
+    def write(self, part: Part, data: Memory, check: Check | None) -> Copy[None]:
+        """Puts the part's rows where they belong, once `check` has found their leaves right."""
         ...
 
     def complete(self, final: FinalFrame) -> None:
@@ -61,10 +70,14 @@ class OpenTicket:
         self.final: FinalFrame | None = None
         self.began = 0.0
         self.landing = 0
-        """Frames on their way into staging."""
+        """Payloads on their way into staging."""
+        self.expected: dict[int, Expected] = {}
+        """By frame number: those whose payload has not come."""
+        self.writing: set[Future[None]] = set()
         self._shape = layout.groups[target.group]
         self._coverage = {layer: Coverage() for layer in self._shape.layers}
         self._missing = len(self._coverage) * (self.end - self.first)
+        self._has_final = False
 
     @property
     def whole(self) -> bool:
@@ -73,19 +86,45 @@ class OpenTicket:
     def dtype(self, link: Link) -> KvDtype:
         return wire_dtype(link.remote.layout.groups[self.group].dtype, self._shape.dtype)
 
-    def admit(self, header: Header, payload_bytes: int, dtype: KvDtype) -> None:
+    def admit(self, header: Header, dtype: KvDtype) -> None:
         """Counts a frame's tokens as come. Raises FrameRejected where it does not belong here."""
-        end = header.first_token + header.num_tokens
-        if header.generation != self.generation or header.group != self.group or header.dtype != CODES[dtype]:
-            raise FrameRejected("a frame of another generation, group or dtype")
-        if header.layer not in self._coverage or not self.first <= header.first_token < end <= self.end:
-            raise FrameRejected(f"layer {header.layer}, tokens {header.first_token} to {end} are not in the ticket")
+        part = header.part
+        if header.generation != self.generation or header.group != self.group:
+            raise FrameRejected("a frame of another generation or group")
+        if part is None:
+            if self._has_final or header.payload_bytes > MAX_FINAL_BYTES:
+                raise FrameRejected("a second final frame, or one that is too large")
+            self._has_final = True
+            return
+        if not part.num_layers or not self.first <= part.first_token < part.end_token <= self.end:
+            raise FrameRejected(f"tokens {part.first_token} to {part.end_token} are not in the ticket")
         row_bytes = 2 * self._shape.shard_heads * self._shape.head_dim * dtype.itemsize
-        if payload_bytes != header.num_tokens * row_bytes:
-            raise FrameRejected(f"{payload_bytes} bytes for {header.num_tokens} tokens")
-        if not self._coverage[header.layer].add(header.first_token, end):
-            raise FrameRejected(f"layer {header.layer}, tokens {header.first_token} to {end} came twice")
-        self._missing -= header.num_tokens
+        if part.dtype is not dtype or header.payload_bytes != part.num_rows * row_bytes:
+            raise FrameRejected(f"{header.payload_bytes} bytes for {part.num_rows} rows of {dtype}")
+        for layer in part.layers:
+            if layer not in self._coverage or not self._coverage[layer].add(part.first_token, part.end_token):
+                raise FrameRejected(
+                    f"layer {layer}, tokens {part.first_token} to {part.end_token}: no such layer, or came twice"
+                )
+
+    def written(self, part: Part) -> None:
+        self._missing -= part.num_rows
+
+
+class Expected:
+    """A payload that a header announced, under the tag that it comes with."""
+
+    __slots__ = ("checksum", "header", "tag")
+
+    def __init__(self, tag: int, header: Header, checksum: int | None) -> None:
+        self.tag = tag
+        self.header = header
+        self.checksum = checksum
+        """None: the link's frames have none."""
+
+    @property
+    def check(self) -> Check | None:
+        return None if self.checksum is None else functools.partial(self.header.check, self.tag, self.checksum)
 
 
 class Receiver:
@@ -103,7 +142,7 @@ class Receiver:
         self.staging = staging
         self._layout = layout
         self._counters = counters
-        self._max_bytes = HEADER_BYTES + max(frame_bytes, MAX_FINAL_BYTES)
+        self._frame_bytes = frame_bytes
         self._grace_seconds = grace_seconds
         self._tickets: dict[int, OpenTicket] = {}
         acceptor.on_lost = self._on_lost
@@ -131,57 +170,107 @@ class Receiver:
         self._end(ticket)
         self._nack(ticket, StaleEpoch(reason))
 
-    # The receive path: accept → (lands in staging) → take → write → complete.
+    # The receive path: accept → (header) → expect → accept → (payload in staging) → take → written → complete.
 
     def accept(self, tag: int, length: int) -> Landing | Verdict:
-        bits, _ = split_tag(tag)
+        bits, number, is_header = split_tag(tag)
         ticket = self._tickets.get(bits)
         if ticket is None or ticket.link is None:
             self._counters.messages_stray += 1
             return Verdict.DRAIN
-        if not HEADER_BYTES <= length <= self._max_bytes:
+        if is_header and length == HEADER_BYTES:
+            return HeaderLanding(self, ticket, ticket.link, number)
+        expected = ticket.expected.get(number)
+        if is_header or expected is None or expected.header.payload_bytes != length:
             self._counters.messages_stray += 1
-            self._fail(ticket, FrameRejected(f"a frame of {length} bytes"))
+            self._fail(ticket, FrameRejected(f"a message of {length} bytes that was not announced"))
             return Verdict.DRAIN
-        buffer = self.staging.try_acquire(length)
-        if buffer is None:
+        if expected.header.final:
+            del ticket.expected[number]
+            return PayloadLanding(self, ticket, ticket.link, expected, np.empty(length, np.uint8), None)
+        room = self.staging.try_acquire(length)
+        if room is None:
             return Verdict.WAIT
-        return FrameLanding(self, ticket, ticket.link, tag, buffer)
+        del ticket.expected[number]
+        return PayloadLanding(self, ticket, ticket.link, expected, room.memory, room)
 
-    def take(self, ticket: OpenTicket, link: Link, tag: int, buffer: Buffer) -> None:
-        """A frame lies in staging, until this returns."""
+    def expect(self, ticket: OpenTicket, link: Link, number: int, buffer: Buffer) -> None:
+        """A header has come."""
         if ticket.closed:
             self._counters.messages_stray += 1
             return
         try:
-            header = open_frame(buffer, tag, checked=link.remote.checksum > 0)
-            if header.final:
-                self._take_final(ticket, header, buffer)
-            else:
-                dtype = ticket.dtype(link)
-                data = buffer[HEADER_BYTES:]
-                ticket.admit(header, data.nbytes, dtype)
-                self._counters.frames_received += 1
-                self._counters.payload_bytes_received += data.nbytes
-                ticket.sink.write(header.layer, header.first_token, header.num_tokens, data, dtype)
-            if ticket.whole:
-                self._complete(ticket, link)
+            checked = link.remote.checksum > 0
+            header, value = open_header(buffer, checked=checked)
+            if number in ticket.expected:
+                raise FrameRejected("two headers of one frame")
+            if not header.final and header.payload_bytes > self._frame_bytes:
+                raise FrameRejected(f"a frame of {header.payload_bytes} bytes")
+            ticket.admit(header, ticket.dtype(link))
+            ticket.expected[number] = Expected(make_tag(ticket.bits, number), header, value if checked else None)
         except KvrelayError as error:
             self._fail(ticket, error)
-        except Exception as error:  # of the sink: it ends this transfer, and no other
+
+    def take(self, landing: "PayloadLanding") -> None:
+        """A payload lies in staging, and its landing holds it until it was written."""
+        ticket, part = landing.ticket, landing.expected.header.part
+        if ticket.closed:
+            self._counters.messages_stray += 1
+            landing.release()
+            return
+        copy: Copy[None]
+        try:
+            if part is None:
+                copy = self._take_final(landing)
+            else:
+                copy = ticket.sink.write(part, landing.buffer, landing.expected.check)
+        except Exception as error:  # noqa: BLE001 - of the sink: it ends this transfer, and no other
+            landing.release()
+            self._fault(ticket, error)
+            return
+        if isinstance(copy, Future):
+            ticket.writing.add(copy)
+        when_done(copy, functools.partial(self._written, landing))
+
+    def _written(self, landing: "PayloadLanding", copy: Copy[None]) -> None:
+        """From here on nothing reads the staging, or writes to the sink."""
+        ticket, part = landing.ticket, landing.expected.header.part
+        landing.release()
+        if isinstance(copy, Future):
+            ticket.writing.discard(copy)
+        if ticket.closed:
+            return
+        try:
+            copy.result()
+            if part is not None:
+                ticket.written(part)
+                self._counters.frames_received += 1
+                self._counters.payload_bytes_received += landing.expected.header.payload_bytes
+            if ticket.whole:
+                self._complete(ticket, landing.link)
+        except Exception as error:  # noqa: BLE001 - of the sink: it ends this transfer, and no other
+            self._fault(ticket, error)
+
+    def _take_final(self, landing: "PayloadLanding") -> Done[None]:
+        payload = landing.buffer
+        assert isinstance(payload, np.ndarray)
+        if (check := landing.expected.check) is not None:
+            check(leaves(payload.data))
+        landing.ticket.final = decode_final(payload.data)
+        return Done(None)
+
+    def _fault(self, ticket: OpenTicket, error: Exception) -> None:
+        if not isinstance(error, KvrelayError):
             self._counters.handler_errors += 1
-            log.exception("a frame could not be written")
-            self._fail(ticket, Internal(f"a frame could not be written: {error}"))
+            log.error("a frame could not be written", exc_info=error)
+            error = Internal(f"a frame could not be written: {error}")
+        self._fail(ticket, error)
 
-    def lose(self, ticket: OpenTicket, error: TransferFailed) -> None:
-        """A frame's receive ended without the frame."""
-        if not ticket.closed:
-            self._fail(ticket, error)
-
-    def _take_final(self, ticket: OpenTicket, header: Header, buffer: Buffer) -> None:
-        if header.generation != ticket.generation or ticket.final is not None:
-            raise FrameRejected("a final frame of another generation, or a second one")
-        ticket.final = decode_final(buffer.data[HEADER_BYTES:])
+    def lose(self, landing: "PayloadLanding", error: TransferFailed) -> None:
+        """A payload's receive ended without the payload."""
+        landing.release()
+        if not landing.ticket.closed:
+            self._fail(landing.ticket, error)
 
     def _complete(self, ticket: OpenTicket, link: Link) -> None:
         assert ticket.final is not None
@@ -197,6 +286,7 @@ class Receiver:
         """From here on the sink's blocks are the engine's alone."""
         self._tickets.pop(ticket.bits, None)
         ticket.closed = True
+        settle(ticket.writing)
         if ticket.landing:
             asyncio.get_running_loop().call_later(self._grace_seconds, self._evict, ticket)
 
@@ -260,31 +350,54 @@ class Receiver:
             self._revoke(ticket, "the pod stops")
 
 
-class FrameLanding:
-    """Owns its staging buffer from `accept` until it was written, or lost."""
+class HeaderLanding:
+    __slots__ = ("_link", "_number", "_receiver", "_ticket", "buffer")
 
-    __slots__ = ("_link", "_receiver", "_tag", "_ticket", "buffer")
-
-    def __init__(self, receiver: Receiver, ticket: OpenTicket, link: Link, tag: int, buffer: Buffer) -> None:
-        self.buffer = buffer
+    def __init__(self, receiver: Receiver, ticket: OpenTicket, link: Link, number: int) -> None:
+        self.buffer = np.empty(HEADER_BYTES, np.uint8)
         self._receiver = receiver
         self._ticket = ticket
         self._link = link
-        self._tag = tag
+        self._number = number
+
+    def landed(self) -> None:
+        self._receiver.expect(self._ticket, self._link, self._number, self.buffer)
+
+    def lost(self, error: TransferFailed) -> None:
+        log.debug("a header was lost: %s", error)  # and with it its link, or its payload comes unannounced
+
+
+class PayloadLanding:
+    """Owns its room in staging from `accept` until it was written, or lost."""
+
+    __slots__ = ("_receiver", "_room", "buffer", "expected", "link", "ticket")
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        ticket: OpenTicket,
+        link: Link,
+        expected: Expected,
+        memory: Memory,
+        room: Room | None,
+    ) -> None:
+        self.buffer = memory
+        self.ticket = ticket
+        self.link = link
+        self.expected = expected
+        self._receiver = receiver
+        self._room = room
         ticket.landing += 1
 
     def landed(self) -> None:
-        try:
-            self._receiver.take(self._ticket, self._link, self._tag, self.buffer)
-        finally:
-            self._release()
+        self.ticket.landing -= 1
+        self._receiver.take(self)
 
     def lost(self, error: TransferFailed) -> None:
-        try:
-            self._receiver.lose(self._ticket, error)
-        finally:
-            self._release()
+        self.ticket.landing -= 1
+        self._receiver.lose(self, error)
 
-    def _release(self) -> None:
-        self._ticket.landing -= 1
-        self._receiver.staging.release(self.buffer)
+    def release(self) -> None:
+        if self._room is not None:
+            self._receiver.staging.release(self._room)
+            self._room = None

@@ -1,32 +1,36 @@
 """Pushes KV where tickets say, layer by layer, while later layers are computed.
 
     engine:  push(ticket) ─ ready(layer, tokens) … ─ mark_last_layer() ─ ready(…) ─ finish(final) ─ await done
-    push:    connect ─ Begin ─ [wait for ready → window → staging → Source.read → checksum → send] … ─ final frame ─ Ack
+    push:    connect ─ Begin ─ [wait for ready → window → staging → Source.read] … ─ final frame ─ Ack
+    frame:                                                   read ─ header, payload ─ sent ─ staging and window given back
 
-The blocks belong to the push from `push` until `done`: immutable and pinned. A staging buffer belongs to the transport from
-`send` until its future is done, even where the push has ended.
+A frame is read while those before it are on the wire. The blocks belong to the push from `push` until `done`: immutable and
+pinned. Staging belongs to the read, and then to the transport until its future is done, even where the push has ended.
 """
 
 import asyncio
-import collections
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator
 from typing import Protocol
 
+import numpy as np
+
 from kvrelay.common.errors import Cancelled, Internal, KvrelayError, StaleEpoch, TransferFailed, error_from
-from kvrelay.common.layout import KvDtype, KvLayout, wire_dtype
+from kvrelay.common.layout import KvLayout, wire_dtype
 from kvrelay.common.request import Ticket, TicketTarget
 from kvrelay.transfer import control
+from kvrelay.transfer.checksum import leaves
 from kvrelay.transfer.control import Abort, Ack, Begin, Nack
+from kvrelay.transfer.copies import Copy, Part, when_done
 from kvrelay.transfer.counters import Counters
 from kvrelay.transfer.coverage import Coverage
-from kvrelay.transfer.frame import CODES, HEADER_BYTES, MAX_FRAMES, FinalFrame, Header, encode_final, make_tag
+from kvrelay.transfer.frame import IS_HEADER, MAX_FRAMES, FinalFrame, Header, encode_final, make_tag
 from kvrelay.transfer.hold import Hold
 from kvrelay.transfer.link import Dialer, Link
-from kvrelay.transfer.staging import Staging
-from kvrelay.transfer.transport import Buffer
+from kvrelay.transfer.pending import Pending
+from kvrelay.transfer.staging import Room, Staging
+from kvrelay.transfer.transport import Memory
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +38,8 @@ log = logging.getLogger(__name__)
 class Source(Protocol):
     """Where the KV of one push comes from; the engine's. Called on the loop's thread, never after `PushHandle.done`."""
 
-    def read(self, layer: int, first_token: int, num_tokens: int, out: Buffer, dtype: KvDtype) -> None:
-        """Packs K of the tokens, then V, into `out`: 2 × [num_tokens, heads, head size] of `dtype`."""
+    def read(self, part: Part, out: Memory, *, hashed: bool) -> Copy[bytes]:
+        """Packs the part's rows into `out`. Gives the leaves of their checksum where it is `hashed`."""
         ...
 
 
@@ -71,12 +75,14 @@ class PushHandle:
         self._group = sender.layout.groups[target.group]
         self._deadline = loop.time() + ticket.timeout_ms / 1000
         self._coverage = {layer: Coverage() for layer in self._group.layers}
-        self._spans: collections.deque[tuple[int, int, int]] = collections.deque()
+        self._pending = Pending()
         self._unsent = len(self._coverage) * (target.end_token - target.first_token)
         self._woken = asyncio.Event()
         self._final: asyncio.Future[FinalFrame] = loop.create_future()
         self._acked: asyncio.Future[None] = loop.create_future()
         self._in_flight: set[asyncio.Future[None]] = set()
+        self._num_reading = 0
+        self._none_read = asyncio.Event()
         self._error: KvrelayError | None = None
         self._frames = 0
         self._payload_bytes = 0
@@ -93,7 +99,7 @@ class PushHandle:
             return
         if layer not in self._coverage or not self._coverage[layer].add(start, end):
             raise ValueError(f"layer {layer}, tokens {start} to {end}: no such layer, or ready before")
-        self._spans.append((layer, start, end))
+        self._pending.add(layer, start, end)
         self._woken.set()
 
     def mark_last_layer(self) -> None:
@@ -119,37 +125,41 @@ class PushHandle:
             self._give_up(TransferFailed("the ticket's deadline passed during the push"))
         except asyncio.CancelledError:
             self._give_up(self._error or Cancelled("the process stops"))
-        except KvrelayError as error:
-            self._give_up(error)
-        except Exception as error:  # of the source: it ends this push, and no other
-            self._sender.counters.handler_errors += 1
-            log.exception("a push failed")
-            self._give_up(Internal(f"the push failed: {error}"))
+        except Exception as error:  # noqa: BLE001 - of the source: it ends this push, and no other
+            self._give_up(self._fault(error))
         await self._settle()
+
+    def _fault(self, error: Exception) -> KvrelayError:
+        if isinstance(error, KvrelayError):
+            return error
+        self._sender.counters.handler_errors += 1
+        log.error("a push failed", exc_info=error)
+        return Internal(f"the push failed: {error}")
 
     async def _push(self) -> None:
         link = await self._begin()
         dtype = wire_dtype(self._group.dtype, link.remote.layout.groups[self.target.group].dtype)
         row_bytes = 2 * self._group.shard_heads * self._group.head_dim * dtype.itemsize
-        max_tokens = max(1, min(self._sender.options.frame_bytes, link.remote.frame_bytes) // row_bytes)
-        async for layer, start, end in self._computed():
-            for first in range(start, end, max_tokens):
-                count = min(max_tokens, end - first)
-                await self._sender.holding.passes(self._frames)
-                buffer = await self._buffer(link, count * row_bytes)
-                try:
-                    self._source.read(layer, first, count, buffer[HEADER_BYTES:], dtype)
-                except BaseException:  # a cancellation as well: the buffer and its place are given back
-                    self._return(link, buffer)
-                    raise
-                header = Header(self.target.group, layer, CODES[dtype], first, count, self.ticket.generation)
-                self._count(count * row_bytes)
-                self._post(link, header, buffer)
+        max_rows = max(1, min(self._sender.options.frame_bytes, link.remote.frame_bytes) // row_bytes)
+        while self._unsent:
+            while not self._pending:
+                self._woken.clear()
+                await self._woken.wait()
+            await self._sender.holding.passes(self._frames)
+            room = await self._room(link, max_rows * row_bytes)
+            # Taken as late as can be: what became computed meanwhile goes along.
+            layer, end_layer, start, end = self._pending.take(max_rows)
+            part = Part(layer, end_layer - layer, start, end - start, dtype)
+            self._unsent -= part.num_rows
+            self._read(link, part, room, part.num_rows * row_bytes)
+            await asyncio.sleep(0)  # the loop's others, and the wire, get their turn
         final = encode_final(await self._final)
         await self._sender.holding.passes(self._frames)
-        buffer = await self._buffer(link, len(final))
-        buffer.data[HEADER_BYTES:] = final
-        self._post(link, Header(self.target.group, 0, 0, 0, 0, self.ticket.generation, final=True), buffer)
+        await link.window.acquire()
+        payload = np.frombuffer(final, np.uint8)
+        header = Header(self.target.group, None, payload.nbytes, self.ticket.generation)
+        hashed = leaves(payload.data) if self._sender.options.checksums else None
+        self._post(link, self._next_number(), header, hashed, payload, None)
         await self._acked
 
     async def _begin(self) -> Link:
@@ -165,50 +175,72 @@ class PushHandle:
         link.tell(Begin(link=link.number, address=address, ticket_bits=bits, generation=generation))
         return link
 
-    async def _computed(self) -> AsyncIterator[tuple[int, int, int]]:
-        """Spans (layer, start, end) as they become ready, until there are no more."""
-        while self._unsent:
-            while not self._spans:
-                self._woken.clear()
-                await self._woken.wait()
-            layer, start, end = self._spans.popleft()
-            self._unsent -= end - start
-            yield layer, start, end
-
-    async def _buffer(self, link: Link, payload_bytes: int) -> Buffer:
-        """A place in the link's window and in staging."""
+    async def _room(self, link: Link, size: int) -> Room:
+        """With a place in the link's window."""
         await link.window.acquire()
         try:
-            return await self._sender.staging.acquire(HEADER_BYTES + payload_bytes)
+            return await self._sender.staging.acquire(size)
         except BaseException:  # a cancellation as well: the place in the window is given back
             link.window.release()
             raise
 
-    def _return(self, link: Link, buffer: Buffer) -> None:
+    def _return(self, link: Link, room: Room | None) -> None:
         link.window.release()
-        self._sender.staging.release(buffer)
+        if room is not None:
+            self._sender.staging.release(room)
 
-    def _count(self, payload_bytes: int) -> None:
-        self._payload_bytes += payload_bytes
-        self._sender.counters.payload_bytes_sent += payload_bytes
-
-    def _post(self, link: Link, header: Header, buffer: Buffer) -> None:
-        number = self._frames
-        if number >= MAX_FRAMES:
-            self._return(link, buffer)
+    def _next_number(self) -> int:
+        if self._frames >= MAX_FRAMES:
             raise TransferFailed(f"over {MAX_FRAMES} frames")
-        self._started = self._started or self._loop.time()
         self._frames += 1
+        return self._frames - 1
+
+    def _read(self, link: Link, part: Part, room: Room, size: int) -> None:
+        self._started = self._started or self._loop.time()
+        try:
+            number = self._next_number()
+            payload = room.memory[:size]
+            copy = self._source.read(part, payload, hashed=self._sender.options.checksums)
+        except BaseException:  # of the source as well: the room and its place are given back
+            self._return(link, room)
+            raise
+        header = Header(self.target.group, part, size, self.ticket.generation)
+        self._num_reading += 1
+        when_done(copy, functools.partial(self._was_read, link, number, header, payload, room))
+
+    def _was_read(
+        self, link: Link, number: int, header: Header, payload: Memory, room: Room, copy: Copy[bytes]
+    ) -> None:
+        self._num_reading -= 1
+        self._none_read.set()
+        try:
+            found = copy.result()
+        except Exception as error:  # noqa: BLE001 - of the source: it ends this push, and no other
+            self._return(link, room)
+            self.fail(self._fault(error))
+            return
+        if self._error is not None:
+            self._return(link, room)
+            return
+        self._payload_bytes += header.payload_bytes
+        self._sender.counters.payload_bytes_sent += header.payload_bytes
+        self._post(link, number, header, found if self._sender.options.checksums else None, payload, room)
+
+    def _post(
+        self, link: Link, number: int, header: Header, hashed: bytes | None, payload: Memory, room: Room | None
+    ) -> None:
+        self._started = self._started or self._loop.time()
         self._sender.counters.frames_sent += 1
         tag = make_tag(self.target.ticket_bits, number)
-        header.seal(buffer, tag, checked=self._sender.options.checksums)
-        sent = link.peer.send(tag, buffer)
+        # What ends the header's send ends the payload's, too.
+        link.say(tag | IS_HEADER, header.seal(tag, hashed))
+        sent = link.peer.send(tag, payload)
         self._in_flight.add(sent)
-        sent.add_done_callback(functools.partial(self._sent, link, buffer))
+        sent.add_done_callback(functools.partial(self._sent, link, room))
 
-    def _sent(self, link: Link, buffer: Buffer, sent: asyncio.Future[None]) -> None:
+    def _sent(self, link: Link, room: Room | None, sent: asyncio.Future[None]) -> None:
         self._in_flight.discard(sent)
-        self._return(link, buffer)
+        self._return(link, room)
         if not sent.cancelled() and (error := sent.exception()) is not None:
             self.fail(TransferFailed(f"a frame was not sent: {error}"))
 
@@ -236,7 +268,10 @@ class PushHandle:
             )
 
     async def _settle(self) -> None:
-        """Returns when no frame of this push is in flight: a link that does not let them go is broken."""
+        """Returns when no frame of this push is read or in flight: a link that does not let them go is broken."""
+        while self._num_reading:
+            self._none_read.clear()
+            await self._none_read.wait()
         for breaking in (False, True):
             if self._in_flight and self.link is not None:
                 if breaking:

@@ -1,43 +1,60 @@
-"""Where packed KV lies between blocks and the transport. Bounded; lent in order of asking."""
+"""Where packed KV lies between blocks and the transport: one arena, made once, in slots that are lent in order of asking."""
 
 import asyncio
 import collections
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 
-from kvrelay.transfer.transport import Buffer
+from kvrelay.transfer.transport import Memory
+
+Allocate = Callable[[int], Memory]
+"""An arena of so many bytes. What it needs so that the transport takes it fast (registration, pinning) happens here, once."""
+
+
+def host_memory(num_bytes: int) -> Memory:
+    """The pages are there when they are first used."""
+    return np.empty(num_bytes, np.uint8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """What is lent: `memory` of the asked size, the first bytes of `slot`."""
+
+    memory: Memory
+    slot: Memory
 
 
 class Staging:
-    """Lends buffers of at most `capacity_bytes` together. Memory of `slot_bytes` a buffer is kept for reuse.
+    """The borrower owns a room from `acquire` to `release`, and releases it only when the transport and all copies are done with it."""
 
-    The borrower owns a buffer from `acquire` to `release`, and releases it only when the transport is done with it.
-    """
-
-    def __init__(self, capacity_bytes: int, slot_bytes: int, on_release: Callable[[], None] = lambda: None) -> None:
-        self.capacity_bytes = max(capacity_bytes, slot_bytes)
+    def __init__(self, arena: Memory, slot_bytes: int, on_release: Callable[[], None] = lambda: None) -> None:
         self.slot_bytes = slot_bytes
+        self.num_slots = arena.nbytes // slot_bytes
         self.used_bytes = 0
         self._on_release = on_release
-        self._free: list[Buffer] = []
-        self._waiting: collections.deque[tuple[int, asyncio.Future[Buffer]]] = collections.deque()
+        # The one that was used last is lent first.
+        self._free = [arena[i * slot_bytes : (i + 1) * slot_bytes] for i in reversed(range(self.num_slots))]
+        self._waiting: collections.deque[tuple[int, asyncio.Future[Room]]] = collections.deque()
 
-    def try_acquire(self, size: int) -> Buffer | None:
-        """A buffer of exactly `size` bytes, or None where there is no room for it now. Something larger than all of the
-        capacity is lent when nothing else is."""
-        if self.used_bytes and self.used_bytes + size > self.capacity_bytes:
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def try_acquire(self, size: int) -> Room | None:
+        """Room for `size` bytes, at most a slot's, or None where there is none now."""
+        assert size <= self.slot_bytes
+        if not self._free:
             return None
         self.used_bytes += size
-        if size > self.slot_bytes:
-            return np.empty(size, np.uint8)
-        slot = self._free.pop() if self._free else np.empty(self.slot_bytes, np.uint8)
-        return slot[:size]
+        slot = self._free.pop()
+        return Room(slot[:size], slot)
 
-    async def acquire(self, size: int) -> Buffer:
-        if not self._waiting and (buffer := self.try_acquire(size)) is not None:
-            return buffer
-        future: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()
+    async def acquire(self, size: int) -> Room:
+        if not self._waiting and (room := self.try_acquire(size)) is not None:
+            return room
+        future: asyncio.Future[Room] = asyncio.get_running_loop().create_future()
         self._waiting.append((size, future))
         try:
             return await future
@@ -46,11 +63,9 @@ class Staging:
                 self.release(future.result())
             raise
 
-    def release(self, buffer: Buffer) -> None:
-        self.used_bytes -= buffer.nbytes
-        slot = buffer.base
-        if isinstance(slot, np.ndarray) and slot.nbytes == self.slot_bytes:
-            self._free.append(slot)
+    def release(self, room: Room) -> None:
+        self.used_bytes -= room.memory.nbytes
+        self._free.append(room.slot)
         self._serve()
         self._on_release()
 
@@ -58,8 +73,8 @@ class Staging:
         while self._waiting:
             size, future = self._waiting[0]
             if not future.done():
-                buffer = self.try_acquire(size)
-                if buffer is None:
+                room = self.try_acquire(size)
+                if room is None:
                     return
-                future.set_result(buffer)
+                future.set_result(room)
             self._waiting.popleft()

@@ -18,6 +18,15 @@ from kvrelay.common.errors import TransferFailed
 Buffer = npt.NDArray[np.uint8]
 
 
+class Memory(Protocol):
+    """Bytes that lie together: an array of the host's, or a device's with `__cuda_array_interface__`."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> "Memory": ...
+
+
 class Verdict(enum.Enum):
     DRAIN = enum.auto()
     """Take the message off the transport and forget it; its bytes are not kept."""
@@ -29,7 +38,7 @@ class Landing(Protocol):
     """A message on its way into `buffer`. Exactly one of `landed` and `lost` follows; neither may raise."""
 
     @property
-    def buffer(self) -> Buffer: ...
+    def buffer(self) -> Memory: ...
 
     def landed(self) -> None: ...
 
@@ -48,7 +57,12 @@ class Peer(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    def send(self, tag: int, buffer: Buffer) -> asyncio.Future[None]:
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """What messages to it may go by, as the transport calls it. Known once a message came back."""
+        ...
+
+    def send(self, tag: int, buffer: Memory) -> asyncio.Future[None]:
         """Done when `buffer` may be used again; raises TransferFailed if the message may not have arrived."""
         ...
 

@@ -30,7 +30,8 @@ from ucxx.exceptions import UCXError
 from ucxx.types import Tag, TagMask
 
 from kvrelay.common.errors import Internal, TransferFailed
-from kvrelay.transfer.transport import Buffer, CloseCallback, Inbox, Landing, Verdict
+from kvrelay.transfer.lanes import lanes
+from kvrelay.transfer.transport import CloseCallback, Inbox, Landing, Memory, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +61,13 @@ def _unseal(address: bytes) -> bytes:
 class _Request:
     """A send or a receive in flight. Holds its buffer until UCX is done with it."""
 
-    __slots__ = ("array", "done", "request")
+    __slots__ = ("array", "done", "is_device", "request")
 
-    def __init__(self, request: ucx.UCXRequest, array: "Array[Buffer]", done: Completion) -> None:
+    def __init__(self, request: ucx.UCXRequest, array: "Array[Memory]", done: Completion) -> None:
         self.request = request
         self.array = array
         self.done = done
+        self.is_device = array.cuda
 
     def finish(self) -> None:
         failure = None
@@ -83,11 +85,18 @@ class UcxTransport:
     """One UCX worker. `error_handling` off is faster within a host, but then a dead peer raises nothing: only deadlines do."""
 
     def __init__(self, *, error_handling: bool = True) -> None:
+        """On a thread that has the device's context, where device memory shall be carried. Raises Internal."""
         self.error_handling = error_handling
+        try:
+            self._context = ucx.UCXContext({}, (ucx.Feature.TAG, ucx.Feature.WAKEUP))
+        except UCXError as error:
+            raise Internal(f"UCX does not start: {error}") from error
         self.bytes_sent = 0
         self.bytes_received = 0
         self.messages_drained = 0
         self._pending: list[_Request] = []
+        self._spinning = 0
+        """Requests of a device's memory: while there are any, the worker is polled and not waited for."""
         self._peers: set[UcxPeer] = set()
         self._held: ucx.TagProbeResult | None = None
         self._scheduled = False
@@ -98,6 +107,11 @@ class UcxTransport:
         return f"UCX ({os.environ.get('UCX_TLS', 'all')})"
 
     @property
+    def carries_device_memory(self) -> bool:
+        """Between processes of one host, without a copy through the host's memory."""
+        return " -- cuda_ipc/" in self._context.info
+
+    @property
     def address(self) -> bytes:
         return self._address
 
@@ -105,7 +119,6 @@ class UcxTransport:
         self._inbox = inbox
         self._loop = asyncio.get_running_loop()
         try:
-            self._context = ucx.UCXContext({}, (ucx.Feature.TAG, ucx.Feature.WAKEUP))
             self._worker = ucx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
             self._worker.init_blocking_progress_mode()
         except UCXError as error:
@@ -168,12 +181,19 @@ class UcxTransport:
         self._progress()
 
     def _progress(self) -> None:
-        """Progress until the worker can be armed: only then does its descriptor wake the loop again."""
+        """Progress until the worker can be armed: only then does its descriptor wake the loop again.
+
+        Copies between devices are too short to be woken for: while they go on there is a round in each of the loop's turns.
+        """
         end = self._loop.time() + TURN_SECONDS
         while not self._closed and self._loop.time() < end:
             self._worker.progress()
             self._complete()
-            if not self._take() and self._worker.arm():
+            if self._take():
+                continue
+            if self._spinning:
+                break
+            if self._worker.arm():
                 return
         self.soon()
 
@@ -185,6 +205,7 @@ class UcxTransport:
         if done:
             self._pending = left
             for entry in done:
+                self._spinning -= entry.is_device
                 entry.finish()
 
     def _take(self) -> bool:
@@ -215,16 +236,17 @@ class UcxTransport:
         self.messages_drained += 1
         self._receive(message, np.empty(min(message.length, 16), np.uint8), lambda _: None)
 
-    def _receive(self, message: ucx.TagProbeResult, buffer: Buffer, done: Completion) -> None:
+    def _receive(self, message: ucx.TagProbeResult, buffer: Memory, done: Completion) -> None:
         array = Array(buffer)
         self.submit(self._worker.tag_recv_with_handle(array, message), array, done)
 
-    def submit(self, request: ucx.UCXRequest, array: "Array[Buffer]", done: Completion) -> None:
+    def submit(self, request: ucx.UCXRequest, array: "Array[Memory]", done: Completion) -> None:
         entry = _Request(request, array, done)
         if request.completed:
             entry.finish()
         else:
             self._pending.append(entry)
+            self._spinning += entry.is_device
 
     def forget(self, peer: "UcxPeer") -> None:
         self._peers.discard(peer)
@@ -240,7 +262,11 @@ class UcxPeer:
         self._loop = asyncio.get_running_loop()
         endpoint.set_close_callback(self._lost)
 
-    def send(self, tag: int, buffer: Buffer) -> asyncio.Future[None]:
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        return () if self.closed else lanes(self._endpoint.handle)
+
+    def send(self, tag: int, buffer: Memory) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
         if self.closed:
             future.set_exception(TransferFailed("the connection is closed"))

@@ -8,7 +8,7 @@ from kvrelay.common.errors import Unsupported
 from kvrelay.engine.attention.registry import choose_device
 from kvrelay.engine.cache import TORCH_DTYPES, kv_dtype_of
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.gpu.cache import CopyKernels
+from kvrelay.engine.gpu.kernels import CopyKernels
 from kvrelay.engine.gpu.runner import GpuRunner
 from kvrelay.engine.gpu.sampler import TritonSampler
 from kvrelay.engine.gpu.unpack import TritonUnpack

@@ -4,10 +4,8 @@ blocks ─▶ pack ─▶ device memory of one piece ─▶ its checksums' leave
 host ─▶ device memory of one piece ─▶ its checksums' leaves ─▶ unpack ─▶ blocks                    writes
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -17,56 +15,24 @@ from kvrelay.common.blocks import SPAN
 from kvrelay.common.errors import Unsupported
 from kvrelay.common.layout import KvDtype
 from kvrelay.engine.cache import TORCH_DTYPES, KvCache
-from kvrelay.engine.convert import storage
+from kvrelay.engine.gpu.kernels import TWINS, CopyKernels, torch_dtype
+from kvrelay.engine.gpu.lane import Lane
+from kvrelay.engine.gpu.parts import Parts, device_memory
 from kvrelay.engine.models.config import ModelConfig
-from kvrelay.kernels import reference
+from kvrelay.transfer.copies import Check, Copy, Part
+from kvrelay.transfer.transport import Memory
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
 """Of spans that are on their way at a time: enough for a copy over PCIe to reach its speed."""
-_OUTSIDE_DTYPES = TORCH_DTYPES | {KvDtype.FLOAT8_E4M3: torch.float8_e4m3fn}
-"""What spans and rows may be of where they go to or come from."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CopyKernels:
-    """See `reference`."""
-
-    pack: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = reference.pack
-    unpack: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = reference.unpack
-    leaves: Callable[[torch.Tensor], torch.Tensor] = reference.leaves
-
-
-TWINS = CopyKernels()
-"""In plain torch."""
-
-
-class _Lane:
-    """Copies beside the steps, on a stream of their own. Within it one follows the other; at its end all are done."""
-
-    def __init__(self, device: torch.device, staging_bytes: int = 0) -> None:
-        self.staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._current = torch.cuda.stream(self._stream)
-
-    def __enter__(self) -> None:
-        self._current.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._current.__exit__(kind, error, trace)
-        # Not the device: the steps go on. Also after an error: what is copied to or from is the caller's again.
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 class DeviceKvCache(KvCache):
     """What is read was computed by steps that the host has seen the end of, what is written no step has been launched to read,
     and a call returns when all is where it should be: so nothing but the host orders copies and steps.
 
-    One thread at a time may read spans, one write them, and one read and write rows.
+    One thread at a time may read spans, one write them; parts are read and written by threads of their own.
     """
 
     def __init__(
@@ -84,8 +50,8 @@ class DeviceKvCache(KvCache):
         self._planes = self.data.view(model.num_layers * 2, -1, model.kv_size)
         """Keys and values of each layer, by slot."""
         staging_bytes = max(PIECE_BYTES, self.span_bytes(KvDtype.FLOAT32))
-        self._reads, self._writes = (_Lane(device, staging_bytes) for _ in range(2))
-        self._rows_lane = _Lane(device)
+        self._reads, self._writes = (Lane(device, staging_bytes) for _ in range(2))
+        self._parts = Parts(self._planes, kernels)
 
     def _allocate(self) -> torch.Tensor:
         size = self.num_blocks * self.block_size * self._model.num_layers * 2 * self._model.kv_size
@@ -102,24 +68,28 @@ class DeviceKvCache(KvCache):
             sources, targets = torch.tensor(pairs, device=self._device).T
             self.data[:, :, targets] = self.data[:, :, sources]
 
-    def read_rows(self, layer: int, slots: NDArray[np.int64], out: NDArray[np.uint8], dtype: KvDtype) -> None:
-        with self._rows_lane:
-            rows = self._new_rows(len(slots), dtype)
-            self._kernels.pack(self._layer(layer), self._at(slots), rows.transpose(0, 1))
-            torch.from_numpy(out).copy_(_bytes(rows), non_blocking=True)
+    def read_part(self, part: Part, blocks: Sequence[int], out: Memory, *, hashed: bool) -> Copy[bytes]:
+        return self._parts.read(part, self.slots(blocks, part.first_token, part.num_tokens), out, hashed=hashed)
 
-    def write_rows(self, layer: int, slots: NDArray[np.int64], data: NDArray[np.uint8], dtype: KvDtype) -> None:
-        with self._rows_lane:
-            rows = self._new_rows(len(slots), dtype)
-            _bytes(rows).copy_(torch.from_numpy(data), non_blocking=True)
-            self._kernels.unpack(self._layer(layer), self._at(slots), rows.transpose(0, 1))
+    def write_part(self, part: Part, blocks: Sequence[int], data: Memory, check: Check | None) -> Copy[None]:
+        return self._parts.write(part, self.slots(blocks, part.first_token, part.num_tokens), data, check)
 
-    def _layer(self, layer: int) -> torch.Tensor:
-        return self._planes[2 * layer : 2 * layer + 2]
+    def enter_thread(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
-    def _new_rows(self, count: int, dtype: KvDtype) -> torch.Tensor:
-        """[K and V, count, 1, E]"""
-        return torch.empty(2, count, 1, self._model.kv_size, dtype=_torch_dtype(dtype), device=self._device)
+    def staging(self, num_bytes: int, *, on_device: bool) -> Memory:
+        if not on_device or self._device.type != "cuda":
+            memory = super().staging(num_bytes, on_device=False)
+            assert isinstance(memory, np.ndarray)
+            self.pin(memory)  # for as long as the process lives
+            return memory
+        try:
+            return device_memory(num_bytes, self._device)
+        except MemoryError as error:
+            raise Unsupported(
+                f"staging of {num_bytes} bytes does not fit beside the KV cache", "staging_bytes"
+            ) from error
 
     def _at(self, slots: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
         return torch.as_tensor(slots, dtype=torch.int64).to(self._device)
@@ -164,15 +134,17 @@ class DeviceKvCache(KvCache):
 
     def rehearse(self) -> None:
         """Copies of what lies in the first slots, there and back, so that kernels are compiled before they are needed."""
-        span, row = (np.empty(size, np.uint8) for size in (self.span_bytes(self.dtype), self.token_bytes))
+        span = np.empty(self.span_bytes(self.dtype), np.uint8)
         self.read_span(0, span, self.dtype)
         self.write_span(0, span, self.dtype)
-        first = np.zeros(1, np.int64)
-        self.read_rows(0, first, row, self.dtype)
-        self.write_rows(0, first, row, self.dtype)
+        # Single tokens and whole spans, of one layer and of several.
+        for part in (Part(0, 1, 0, 1, self.dtype), Part(0, self._model.num_layers, 15, 17, self.dtype)):
+            packed = torch.empty(part.num_rows * self.token_bytes, dtype=torch.uint8, device=self._device)
+            self.read_part(part, range(2), packed, hashed=True).result()
+            self.write_part(part, range(2), packed, lambda found: None).result()
 
     def _pieces(
-        self, lane: _Lane, slots: Sequence[int], datas: Sequence[NDArray[np.uint8]], dtype: KvDtype
+        self, lane: Lane, slots: Sequence[int], datas: Sequence[NDArray[np.uint8]], dtype: KvDtype
     ) -> Iterator[tuple[torch.Tensor, Sequence[NDArray[np.uint8]], torch.Tensor, torch.Tensor]]:
         """What fits into the lane's memory at a time: slots, the host's memory, the lane's as bytes [N, size] and as spans
         [N, layers × 2, 16, E]. The lane's is the same for each: what the stream does with one comes before the next."""
@@ -182,17 +154,8 @@ class DeviceKvCache(KvCache):
         for first in range(0, len(slots), most):
             piece = datas[first : first + most]
             staged = lane.staging[: len(piece) * size].view(len(piece), size)
-            spans = staged.view(_torch_dtype(dtype)).view(len(piece), len(self._planes), SPAN, -1)
+            spans = staged.view(torch_dtype(dtype)).view(len(piece), len(self._planes), SPAN, -1)
             yield at[first : first + most], piece, staged, spans
-
-
-def _torch_dtype(dtype: KvDtype) -> torch.dtype:
-    storage(dtype)  # raises where it is not converted
-    return _OUTSIDE_DTYPES[dtype]
-
-
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    return rows.view(-1).view(torch.uint8)
 
 
 def _to_host(leaves: Sequence[torch.Tensor]) -> list[bytes]:

@@ -23,7 +23,7 @@ from kvrelay.engine.batch import Batch, Done, LayerHook, Running, Scheduled, Ste
 from kvrelay.engine.cache import kv_dtype_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.gpu.attention import DeviceAttention
-from kvrelay.engine.gpu.cache import TWINS, CopyKernels, DeviceKvCache
+from kvrelay.engine.gpu.cache import DeviceKvCache
 from kvrelay.engine.gpu.crew import Crew
 from kvrelay.engine.gpu.graphs import Capture, DecodeGraphs, StepGraphs
 from kvrelay.engine.gpu.inputs import (
@@ -38,6 +38,7 @@ from kvrelay.engine.gpu.inputs import (
     unpack_decodes,
     unpack_step,
 )
+from kvrelay.engine.gpu.kernels import TWINS, CopyKernels
 from kvrelay.engine.gpu.padded import MAX_TOKENS, Size, padded_words, sizes_up_to
 from kvrelay.engine.gpu.staging import Staging
 from kvrelay.engine.loader import LoadedModel
