@@ -261,4 +261,4 @@ async def test_a_dial_that_has_just_failed_is_no_link() -> None:
     dial = dialer._dials[b"there"] = asyncio.create_task(fail())
     await asyncio.wait((dial,))
     dialer.on_gone(Gone(link=1))
-    assert dialer._open() == []
+    assert dialer.links == []

@@ -45,9 +45,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """auto (safetensors, else GGUF), safetensors, gguf or dummy (random weights)."""
     quantization: str = "none"
     """none, or fp8: weights of the layers' products are rounded to 8 bits as they are loaded."""
-    frame_bytes: int = 1 << 20
-    staging_bytes: int = 64 << 20
-    """Of the transfer, each way: what is packed and not yet sent, or arrived and not yet unpacked."""
+    kv_buffer_device: str = "auto"
+    """Where frames of KV lie on their way: cuda (the memory of the GPU that has the cache), cpu, or auto: cuda where UCX carries it."""
+    frame_bytes: int | None = None
+    """Of a message. None: 1 MiB, 64 MiB in a GPU's memory."""
+    staging_bytes: int | None = None
+    """Of the transfer, each way: what is packed and not yet sent, or arrived and not yet unpacked. None: 64 MiB, 1 GiB in a GPU's memory."""
+    transfer_depth: int | None = None
+    """Frames in flight to a pod. None: 8, 16 in a GPU's memory."""
+    transfer_require: str = ""
+    """UCX's names of transports, with commas: a link must have one of them. Empty: any."""
+    transfer_fallback: str = "refuse"
+    """refuse or warn: of a link that has none of them."""
+    transfer_probe_bytes: int | None = None
+    """Sent at most to measure a new link; 0: not at all. None: 16 MiB, 1 GiB in a GPU's memory."""
     checksums: bool = True
     on_ticket_expiry: str = "recompute"
     """recompute or fail."""
@@ -63,7 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.block_size < 16 or self.block_size % 16:
             raise ValueError(f"block_size must be a multiple of 16, not {self.block_size}")
-        for name in ("kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens", "frame_bytes", "staging_bytes"):
+        sizes = ("kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens", "frame_bytes", "staging_bytes")
+        for name in (*sizes, "transfer_depth"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be positive, not {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -76,6 +88,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"kv_dtype {self.kv_dtype} is unknown")
         if self.quantization not in ("none", "fp8"):
             raise ValueError(f"quantization must be none or fp8, not {self.quantization}")
+        if self.kv_buffer_device not in ("auto", "cuda", "cpu"):
+            raise ValueError(f"kv_buffer_device must be auto, cuda or cpu, not {self.kv_buffer_device}")
+        if self.kv_buffer_device == "cuda" and self.device.startswith("cpu"):
+            raise ValueError("kv_buffer_device cuda needs a cache on a GPU")
+        if self.transfer_fallback not in ("refuse", "warn"):
+            raise ValueError("transfer_fallback must be refuse or warn")
+        if self.transfer_probe_bytes is not None and self.transfer_probe_bytes < 0:
+            raise ValueError("transfer_probe_bytes must not be negative")
         if self.on_ticket_expiry not in ("recompute", "fail"):
             raise ValueError("on_ticket_expiry must be recompute or fail")
         if not 0 <= self.watermark < 1:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
 
+import msgspec
+
 from kvrelay.common.errors import Internal, InvalidRequest, KvrelayError
 from kvrelay.common.ids import PodId, RequestId, RouterId, new_epoch
 from kvrelay.common.logs import about
@@ -25,8 +27,8 @@ from kvrelay.engine.core import StepUpdate
 from kvrelay.engine.push import Pushes
 from kvrelay.engine.receive import Tickets
 from kvrelay.engine.timeline import Timelines
-from kvrelay.transfer.port import PortConfig, TransferPort
-from kvrelay.transfer.ucx import UcxTransport
+from kvrelay.engine.transfer import open_port
+from kvrelay.transfer.port import TransferPort
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +103,7 @@ class Driver:
         gc.collect()
         gc.freeze()
         epoch = new_epoch()
-        options = PortConfig(
-            frame_bytes=config.frame_bytes, staging_bytes=config.staging_bytes, checksums=config.checksums
-        )
-        port = TransferPort(UcxTransport(), pod_id, epoch, built.layout, options)
-        port.start()
+        port = open_port(config, pod_id, epoch, built.layout, built.cache)
         info = m.EngineInfo(
             pod_id=pod_id,
             epoch=epoch,
@@ -177,6 +175,8 @@ class Driver:
         if not (update.deltas or notices or cache or state):
             return
         stats = self._engine.stats(self._counters(), self._store.counters() if self._store else None)
+        if links := self._links():
+            stats = msgspec.structs.replace(stats, links=links)
         deltas = tuple(update.deltas)
         self._channel.send(m.StepOutput(deltas=deltas, notices=tuple(notices), cache=cache, stats=stats))
         while cache := self._changes.take():
@@ -204,6 +204,16 @@ class Driver:
             checksum_errors=counted.checksum_errors,
             transfers_cancelled=counted.transfers_cancelled,
             links_lost=counted.links_lost,
+        )
+
+    def _links(self) -> tuple[m.LinkStats, ...]:
+        return tuple(
+            m.LinkStats(
+                pod_id=link.remote.pod_id,
+                transport=",".join(link.speed.carriers),
+                bytes_per_second=link.speed.bytes_per_second,
+            )
+            for link in self._port.links
         )
 
     # Messages.

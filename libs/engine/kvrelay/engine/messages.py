@@ -196,6 +196,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_preemptions: int = 0
     transfer: "TransferCounters"
     store: KvStoreCounters = KvStoreCounters()
+    links: tuple["LinkStats", ...] = ()
+
+
+class LinkStats(msgspec.Struct, frozen=True, kw_only=True):
+    """An open link to a pod that KV is pushed to."""
+
+    pod_id: PodId
+    transport: str
+    """What it goes by, with commas."""
+    bytes_per_second: float
+    """As measured before its first push; 0: it was not."""
 
 
 class TransferCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -86,6 +86,20 @@ class Abort(Control, frozen=True, kw_only=True):
     message: Text
 
 
+class Probe(Control, frozen=True, kw_only=True):
+    """Sender → receiver: what comes under these bits measures the link; it is taken and dropped."""
+
+    link: LinkId
+    ticket_bits: TicketBits
+
+
+class ProbeOver(Control, frozen=True, kw_only=True):
+    """Sender → receiver: no more of it comes."""
+
+    link: LinkId
+    ticket_bits: TicketBits
+
+
 class Ack(Control, frozen=True, kw_only=True):
     """Receiver → sender: all of it lies in the receiver's blocks."""
 
@@ -102,7 +116,7 @@ class Nack(Control, frozen=True, kw_only=True):
     message: Text
 
 
-AnyControl = Hello | Welcome | Refused | Gone | Begin | Abort | Ack | Nack
+AnyControl = Hello | Welcome | Refused | Gone | Begin | Abort | Probe | ProbeOver | Ack | Nack
 _DECODER: msgspec.msgpack.Decoder[AnyControl] = msgspec.msgpack.Decoder(AnyControl)
 
 

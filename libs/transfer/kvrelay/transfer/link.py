@@ -11,10 +11,11 @@ transport does not report that: `Gone` does. The link's id, random and chosen by
 """
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from kvrelay.common.errors import IncompatibleLayout, TransferFailed, error_from
 from kvrelay.common.layout import check_compatible
@@ -29,6 +30,14 @@ MAX_LINKS = 4096
 WHISPER_SECONDS = 1.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    carriers: tuple[str, ...]
+    """What carries messages, as the transport calls it: one of them the large ones."""
+    bytes_per_second: float
+    """0: not measured."""
+
+
 class Link:
     """One open connection, at either end. `window` bounds the frames in flight over it."""
 
@@ -38,6 +47,7 @@ class Link:
         self.peer = peer
         self.remote = remote
         self.window = asyncio.Semaphore(depth)
+        self.speed = LinkSpeed((), 0.0)
 
     def tell(self, message: control.Control) -> None:
         tell(self.peer, message)
@@ -72,6 +82,10 @@ def _retrieve(future: asyncio.Future[None]) -> None:
         log.debug("a small message was not sent: %s", error)
 
 
+async def no_check(link: Link) -> None:
+    """Any link will do."""
+
+
 LostCallback = Callable[[Link, TransferFailed], None]
 
 
@@ -88,6 +102,8 @@ class Dialer:
         self._timeout_seconds = timeout_seconds
         self._dials: dict[bytes, asyncio.Task[Link]] = {}
         self._answers: dict[int, asyncio.Future[Welcome]] = {}
+        self.check: Callable[[Link], Awaitable[None]] = no_check
+        """Of a link that is about to be used; raises TransferFailed where it must not be."""
         self.on_lost: LostCallback = lambda link, error: None
 
     @property
@@ -131,9 +147,12 @@ class Dialer:
                 async with asyncio.timeout(self._timeout_seconds):
                     welcome = await answer
                 check_compatible(self._identity.layout, welcome.identity.layout)
+                link = Link(number, address, peer, welcome.identity, self._depth)
+                async with asyncio.timeout(self._timeout_seconds):
+                    await self.check(link)
                 if peer.closed:
                     raise TransferFailed("the connection was lost during the handshake")
-                links.append(Link(number, address, peer, welcome.identity, self._depth))
+                links.append(link)
             except TimeoutError:
                 raise TransferFailed(f"no answer to the handshake within {self._timeout_seconds:g} s") from None
             finally:
@@ -144,19 +163,21 @@ class Dialer:
         self._counters.links_opened += 1
         return links[0]
 
-    def _open(self) -> list[Link]:
+    @property
+    def links(self) -> list[Link]:
+        """Those that are open."""
         dials = [dial for dial in self._dials.values() if dial.done() and not dial.cancelled()]
         return [dial.result() for dial in dials if dial.exception() is None]
 
     def drop(self, link: Link, error: TransferFailed) -> None:
         """Breaks a link that does not move."""
-        if link in self._open():
+        if link in self.links:
             link.peer.close()
             whisper(self._transport, link.address, Gone(link=link.number))
             self._lost(link, error)
 
     def on_gone(self, message: Gone) -> None:
-        for link in self._open():
+        for link in self.links:
             if link.number == message.link:
                 link.peer.close()
                 self._lost(link, TransferFailed("the receiver broke the connection"))

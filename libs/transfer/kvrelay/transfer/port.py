@@ -9,9 +9,10 @@ from kvrelay.common.errors import KvrelayError, TransferFailed
 from kvrelay.common.ids import Epoch, PodId
 from kvrelay.common.layout import KvLayout
 from kvrelay.transfer import checksum, control
-from kvrelay.transfer.control import Abort, Ack, Begin, Gone, Hello, Identity, Nack, Refused, Welcome
+from kvrelay.transfer.control import Abort, Ack, Begin, Gone, Hello, Identity, Nack, Probe, ProbeOver, Refused, Welcome
 from kvrelay.transfer.counters import Counters
-from kvrelay.transfer.link import Acceptor, Dialer
+from kvrelay.transfer.link import Acceptor, Dialer, Link
+from kvrelay.transfer.linkcheck import LinkRules, Prober, Probes
 from kvrelay.transfer.receiver import Receiver
 from kvrelay.transfer.sender import PushOptions, Sender
 from kvrelay.transfer.staging import Allocate, Staging, host_memory
@@ -33,6 +34,7 @@ class PortConfig(msgspec.Struct, frozen=True, kw_only=True):
     handshake_seconds: float = 5.0
     grace_seconds: float = 0.3
     """What frames in flight get to end by themselves once their transfer has ended, before the link is broken."""
+    rules: LinkRules = LinkRules()
 
     def __post_init__(self) -> None:
         for name in ("frame_bytes", "staging_bytes", "depth", "handshake_seconds", "grace_seconds"):
@@ -69,6 +71,8 @@ class TransferPort:
         self._receiving = Staging(allocate(arena_bytes), slot_bytes, transport.resume)
         self._dialer = Dialer(transport, identity, self.counters, config.depth, config.handshake_seconds)
         self._acceptor = Acceptor(transport, identity, self.counters, config.depth)
+        self._dialer.check = Prober(config.rules, self._sending, config.frame_bytes).check
+        self._probes = Probes(self._acceptor, self._receiving)
         options = PushOptions(config.frame_bytes, config.checksums, config.grace_seconds)
         self.sender = Sender(self._dialer, self._sending, layout, self.counters, options)
         self.receiver = Receiver(
@@ -84,6 +88,11 @@ class TransferPort:
     def address(self) -> bytes:
         """For tickets: where senders connect to."""
         return self.transport.address
+
+    @property
+    def links(self) -> list[Link]:
+        """Open, to receivers."""
+        return self._dialer.links
 
     @property
     def staging_bytes(self) -> int:
@@ -105,7 +114,8 @@ class TransferPort:
 
     def accept(self, tag: int, length: int) -> Landing | Verdict:
         if tag != control.TAG:
-            return self.receiver.accept(tag, length)
+            probe = self._probes.accept(tag, length)
+            return self.receiver.accept(tag, length) if probe is None else probe
         if length > control.MAX_CONTROL_BYTES:
             self.counters.messages_stray += 1
             return Verdict.DRAIN
@@ -137,6 +147,10 @@ class TransferPort:
                 self.receiver.on_begin(message)
             case Abort():
                 self.receiver.on_abort(message)
+            case Probe():
+                self._probes.on_probe(message)
+            case ProbeOver():
+                self._probes.on_over(message)
             case Ack():
                 self.sender.on_ack(message)
             case Nack():

@@ -14,6 +14,7 @@ from kvrelay.engine.gpu.sampler import TritonSampler
 from kvrelay.engine.gpu.unpack import TritonUnpack
 from kvrelay.engine.loader import LoadedModel
 from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.transfer import device_staging_bytes
 from kvrelay.kernels.triton.checksum import leaves
 from kvrelay.kernels.triton.pack import pack, unpack
 
@@ -69,14 +70,15 @@ def _bytes_left(config: EngineConfig, probe: GpuRunner) -> int:
     step = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    left = int(config.gpu_memory_utilization * total) - (total - free) - step - RESERVED_BYTES
+    staging = device_staging_bytes(config)
+    left = int(config.gpu_memory_utilization * total) - (total - free) - step - staging - RESERVED_BYTES
     log.info(
-        "GPU memory: %.1f GB, of which %.1f are in use and %.1f for the largest step; %.1f for the KV cache",
-        total / 1e9, (total - free) / 1e9, step / 1e9, left / 1e9,
+        "GPU memory: %.1f GB, of which %.1f in use, %.1f for the largest step, %.1f for KV on its way; %.1f for the cache",
+        total / 1e9, (total - free) / 1e9, step / 1e9, staging / 1e9, left / 1e9,
     )  # fmt: skip
     if left <= 0:
         raise Unsupported(
-            f"weights and the largest step leave no memory for KV within {config.gpu_memory_utilization:.0%} of "
+            f"weights, the largest step and transfers leave no memory for KV within {config.gpu_memory_utilization:.0%} of "
             f"{config.device}'s {total / 1e9:.0f} GB",
             "gpu_memory_utilization",
         )

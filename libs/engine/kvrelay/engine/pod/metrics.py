@@ -94,6 +94,7 @@ class PodCollector(Collector):
             yield CounterMetricFamily(f"kvrelay_pod_{name.removeprefix('num_')}", text, value=getattr(stats, name))
         for name, text in TRANSFER.items():
             yield CounterMetricFamily(f"kvrelay_transfer_{name}", text, value=getattr(stats.transfer, name))
+        yield _links(stats)
         for name, text in STORE.items():
             yield CounterMetricFamily(f"kvrelay_pod_kvstore_{name}", text, value=getattr(stats.store, name))
         yield GaugeMetricFamily(
@@ -163,6 +164,14 @@ class PodCollector(Collector):
     def _labelled(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         family.add_metric([self._model], value)
         return family
+
+
+def _links(stats: EngineStats) -> Metric:
+    text = "Bytes a second of a link to a pod that KV is pushed to, as measured when it was opened"
+    links = GaugeMetricFamily("kvrelay_transfer_link_bytes_per_second", text, labels=("peer", "transport"))
+    for link in stats.links:
+        links.add_metric((link.pod_id, link.transport), link.bytes_per_second)
+    return links
 
 
 def _by_code(name: str, text: str, counts: Mapping[str, int]) -> Metric:

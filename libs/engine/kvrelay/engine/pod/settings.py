@@ -76,10 +76,21 @@ class PodSettings(TracedSettings, ListenerSettings):
     quantization: Literal["none", "fp8"] = "none"
     """fp8: weights in 8 bits (e4m3, a scale an output channel), embedding and output layer aside: less exact, on a GPU half the
     memory."""
-    frame_bytes: Size = Field(default=1 << 20, ge=1)
-    """Of one piece of a KV push."""
-    staging_bytes: Size = Field(default=64 << 20, ge=1)
-    """For KV on its way, each direction."""
+    kv_buffer_device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where KV lies on its way: cuda, the memory of the GPU that has the cache; cpu, the host's, pinned; auto: cuda where UCX carries
+    it between processes."""
+    frame_bytes: Size | None = Field(default=None, ge=1)
+    """Of one message of a KV push, at most; not set: 1 MiB, out of a GPU's memory 64 MiB."""
+    staging_bytes: Size | None = Field(default=None, ge=1)
+    """For KV on its way, each direction, taken at the start; not set: 64 MiB, of a GPU's memory 1 GiB."""
+    transfer_depth: int | None = Field(default=None, ge=1)
+    """Messages of KV in flight to one pod; not set: 8, out of a GPU's memory 16."""
+    transfer_require: str = Field(default="", pattern=r"^$|^[a-z0-9_]+(,[a-z0-9_]+)*$")
+    """Transports of UCX, with commas, of which a link to a decode pod must have one: cuda_ipc (NVLink), rc (RDMA). Not set: any."""
+    transfer_fallback: Literal["refuse", "warn"] = "refuse"
+    """What becomes of a link that has none of transfer_require."""
+    transfer_probe_bytes: Size | None = Field(default=None, ge=0)
+    """Sent at most, before a link's first push, to measure it; 0: not at all; not set: 16 MiB, out of a GPU's memory 1 GiB."""
     checksums: bool = True
     """Of all KV on the wire."""
     on_ticket_expiry: Literal["recompute", "fail"] = "recompute"
