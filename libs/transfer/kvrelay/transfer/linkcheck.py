@@ -15,6 +15,7 @@ import msgspec
 
 from kvrelay.common.errors import TransferFailed
 from kvrelay.transfer.control import Probe, ProbeOver
+from kvrelay.transfer.counters import Counters
 from kvrelay.transfer.frame import make_tag, split_tag
 from kvrelay.transfer.link import Acceptor, Link, LinkSpeed
 from kvrelay.transfer.staging import Room, Staging
@@ -41,8 +42,9 @@ class LinkRules(msgspec.Struct, frozen=True, kw_only=True):
 class Prober:
     """`frame_bytes`: of a message. Shares the staging and the windows of pushes."""
 
-    def __init__(self, rules: LinkRules, staging: Staging, frame_bytes: int) -> None:
+    def __init__(self, rules: LinkRules, staging: Staging, frame_bytes: int, counters: Counters) -> None:
         self._rules = rules
+        self._counters = counters
         self._staging = staging
         self._frame_bytes = frame_bytes
 
@@ -52,6 +54,7 @@ class Prober:
         if not self._rules.allows(carriers):
             told = f"the link to {link.remote.pod_id} goes by {', '.join(carriers)}, none of {', '.join(self._rules.require)}"
             if self._rules.refuse:
+                self._counters.links_refused += 1
                 raise TransferFailed(told)
             log.warning("%s", told)
         rate = await self._measure(link) if self._rules.probe_bytes else 0.0

@@ -71,7 +71,7 @@ class TransferPort:
         self._receiving = Staging(allocate(arena_bytes), slot_bytes, transport.resume)
         self._dialer = Dialer(transport, identity, self.counters, config.depth, config.handshake_seconds)
         self._acceptor = Acceptor(transport, identity, self.counters, config.depth)
-        self._dialer.check = Prober(config.rules, self._sending, config.frame_bytes).check
+        self._dialer.check = Prober(config.rules, self._sending, config.frame_bytes, self.counters).check
         self._probes = Probes(self._acceptor, self._receiving)
         options = PushOptions(config.frame_bytes, config.checksums, config.grace_seconds)
         self.sender = Sender(self._dialer, self._sending, layout, self.counters, options)
