@@ -36,7 +36,7 @@ class Gate:
         self.begun = 0
         self._may_run = threading.Semaphore(0)
 
-    def open(self, count: int = 1 << 20) -> None:
+    def open(self, count: int = 1000) -> None:
         self._may_run.release(count)
 
     def pass_through(self) -> None:
