@@ -58,7 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_fallback: str = "refuse"
     """refuse or warn: of a link that has none of them."""
     transfer_probe_bytes: int | None = None
-    """Sent at most to measure a new link; 0: not at all. None: 16 MiB, 1 GiB in a GPU's memory."""
+    """Sent at most to measure a new link; 0: not at all. None: 8 MiB, 256 MiB in a GPU's memory."""
     checksums: bool = True
     on_ticket_expiry: str = "recompute"
     """recompute or fail."""

@@ -13,8 +13,8 @@ from kvrelay.transfer.ucx import UcxTransport
 
 log = logging.getLogger(__name__)
 
-HOST = PortConfig(rules=LinkRules(probe_bytes=16 << 20))
-DEVICE = PortConfig(frame_bytes=64 << 20, staging_bytes=1 << 30, depth=16, rules=LinkRules(probe_bytes=1 << 30))
+HOST = PortConfig(rules=LinkRules(probe_bytes=8 << 20))
+DEVICE = PortConfig(frame_bytes=64 << 20, staging_bytes=1 << 30, depth=16, rules=LinkRules(probe_bytes=256 << 20))
 """Many large messages: a copy between devices takes less time than what goes around it."""
 
 

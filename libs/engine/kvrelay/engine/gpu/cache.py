@@ -75,8 +75,8 @@ class DeviceKvCache(KvCache):
         return self._parts.write(part, self.slots(blocks, part.first_token, part.num_tokens), data, check)
 
     def enter_thread(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        if self.data.is_cuda:
+            torch.cuda.set_device(self.data.device)
 
     def staging(self, num_bytes: int, *, on_device: bool) -> Memory:
         if not on_device or self._device.type != "cuda":

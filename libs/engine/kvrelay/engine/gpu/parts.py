@@ -73,7 +73,8 @@ class Parts:
     def _in_lane(self, work: Callable[[], T]) -> T:
         lane = self._lanes.get()
         try:
-            with lane:
+            # What was made in inference mode can be written to in it alone.
+            with torch.inference_mode(), lane:
                 return work()
         finally:
             self._lanes.put(lane)

@@ -90,7 +90,7 @@ class PodSettings(TracedSettings, ListenerSettings):
     transfer_fallback: Literal["refuse", "warn"] = "refuse"
     """What becomes of a link that has none of transfer_require."""
     transfer_probe_bytes: Size | None = Field(default=None, ge=0)
-    """Sent at most, before a link's first push, to measure it; 0: not at all; not set: 16 MiB, out of a GPU's memory 1 GiB."""
+    """Sent at most, before a link's first push, to measure it; 0: not at all; not set: 8 MiB, out of a GPU's memory 256 MiB."""
     checksums: bool = True
     """Of all KV on the wire."""
     on_ticket_expiry: Literal["recompute", "fail"] = "recompute"
