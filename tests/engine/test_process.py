@@ -126,6 +126,10 @@ async def test_what_computes_alone_and_what_is_pushed_are_the_same(folder: Path)
         done = await p.notice(m.PushCompleted, "pushed")
         assert isinstance(done, m.PushCompleted)
         assert done.payload_bytes == 88 * p.engine.info.layout.token_bytes
+        (link,) = p.engine.stats.links
+        assert (link.pod_id, link.bytes_per_second > 0) == (d.engine.info.pod_id, True)
+        assert "/" in link.transport
+        assert d.engine.stats.links == ()
         await p.engine.submit(renamed(other, "here"))
         assert await p.tokens("here", 2) == pushed
         assert alone[0] != alone[1]
@@ -147,6 +151,19 @@ async def test_another_model_is_refused_at_the_handshake(folder: Path, tmp_path:
         assert isinstance(failed, m.PushFailed)
         assert failed.code == "incompatible"
         assert "another model" in failed.message
+        await p.assert_whole()
+        await d.engine.abort((RequestId("r"),))
+        await d.assert_whole()
+
+
+async def test_a_link_by_something_else_than_required(folder: Path) -> None:
+    async with started(config(folder, transfer_require="cuda_ipc"), "p") as p, started(config(folder), "d") as d:
+        ticket, _ = await d.engine.reserve(request("r"), 1, ROUTER)
+        assert ticket is not None
+        await p.engine.prefill(request("r"), ticket)
+        failed = await p.notice(m.PushFailed, "r")
+        assert isinstance(failed, m.PushFailed)
+        assert "none of cuda_ipc" in failed.message
         await p.assert_whole()
         await d.engine.abort((RequestId("r"),))
         await d.assert_whole()

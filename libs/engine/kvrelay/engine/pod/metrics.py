@@ -1,7 +1,7 @@
 """A pod's metrics, read from the engine's last stats when they are asked for."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,7 +11,7 @@ from kvrelay.common.errors import BY_CODE, Unavailable
 from kvrelay.common.pod.state import PodState
 from kvrelay.common.telemetry import new_registry
 from kvrelay.engine.api import EngineClient
-from kvrelay.engine.messages import EngineStats
+from kvrelay.engine.messages import EngineStats, LinkStats
 from kvrelay.engine.pod.kvevents import EventLog
 from kvrelay.engine.pod.routes import Routes
 
@@ -94,7 +94,7 @@ class PodCollector(Collector):
             yield CounterMetricFamily(f"kvrelay_pod_{name.removeprefix('num_')}", text, value=getattr(stats, name))
         for name, text in TRANSFER.items():
             yield CounterMetricFamily(f"kvrelay_transfer_{name}", text, value=getattr(stats.transfer, name))
-        yield _links(stats)
+        yield link_rates(stats.links)
         for name, text in STORE.items():
             yield CounterMetricFamily(f"kvrelay_pod_kvstore_{name}", text, value=getattr(stats.store, name))
         yield GaugeMetricFamily(
@@ -166,12 +166,12 @@ class PodCollector(Collector):
         return family
 
 
-def _links(stats: EngineStats) -> Metric:
+def link_rates(links: Iterable[LinkStats]) -> Metric:
     text = "Bytes a second of a link to a pod that KV is pushed to, as measured when it was opened"
-    links = GaugeMetricFamily("kvrelay_transfer_link_bytes_per_second", text, labels=("peer", "transport"))
-    for link in stats.links:
-        links.add_metric((link.pod_id, link.transport), link.bytes_per_second)
-    return links
+    rates = GaugeMetricFamily("kvrelay_transfer_link_bytes_per_second", text, labels=("peer", "transport"))
+    for link in links:
+        rates.add_metric((link.pod_id, link.transport), link.bytes_per_second)
+    return rates
 
 
 def _by_code(name: str, text: str, counts: Mapping[str, int]) -> Metric:
