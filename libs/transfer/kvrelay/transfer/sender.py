@@ -155,11 +155,12 @@ class PushHandle:
             await asyncio.sleep(0)  # the loop's others, and the wire, get their turn
         final = encode_final(await self._final)
         await self._sender.holding.passes(self._frames)
+        number = self._next_number()
         await link.window.acquire()
         payload = np.frombuffer(final, np.uint8)
         header = Header(self.target.group, None, payload.nbytes, self.ticket.generation)
         hashed = leaves(payload.data) if self._sender.options.checksums else None
-        self._post(link, self._next_number(), header, hashed, payload, None)
+        self._post(link, number, header, hashed, payload, None)
         await self._acked
 
     async def _begin(self) -> Link:
