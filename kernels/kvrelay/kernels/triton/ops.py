@@ -21,7 +21,7 @@ NARROW_TOKENS = 64
 SMALL_WEIGHT = 8 << 20
 """Elements, up to which it is with all tokens that it serves."""
 ADDED_FROM = 1024
-"""Tokens, from which a product of torch's that adds to what is there costs no more than one that does not."""
+"""Tokens, from which a product of torch's that adds to what is there takes, with the norm behind it, less than one that leaves that to the norm."""
 
 
 class TritonOps(ReferenceOps):

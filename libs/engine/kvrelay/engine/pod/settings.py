@@ -67,8 +67,8 @@ class PodSettings(TracedSettings, ListenerSettings):
     threads: int = Field(default=0, ge=0)
     """Of torch on the CPU; 0: all cores."""
     attention: str = "auto"
-    """The attention backend: auto; paged-cpu or torch-cpu; on a GPU cudnn or flash-attention-4 (whole prompts
-    by it), flashinfer (prompts by it) or triton. What it does not take is Triton's."""
+    """The attention backend: auto; paged-cpu or torch-cpu; on a GPU cudnn (long whole prompts by it), flash-attention-4
+    or flashinfer (prompts by it), or triton. What it does not take, and small steps, which are CUDA graphs, are Triton's."""
     kernels: Literal["auto", "compiled", "triton", "torch"] = "auto"
     """auto: on a CPU compiled by numba where it is there, on a GPU triton."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
